@@ -1,0 +1,46 @@
+"""The command line: megarl train, megarl plan, megarl keys."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from megarl import __version__, config
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="megarl", description="Train language models by reinforcement learning.")
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, text in (
+        ("train", "train as a configuration says"),
+        ("plan", "print the rank grid and the batch arithmetic of a configuration; needs neither GPU nor Ray"),
+    ):
+        command = commands.add_parser(name, help=text, description=text)
+        command.add_argument("config", help="YAML file, e.g. configs/quickstart.yaml")
+        command.add_argument(
+            "overrides", nargs="*", metavar="key=value", help="e.g. run.total_steps=10 actor.optimizer.lr=1e-6"
+        )
+    commands.add_parser("keys", help="list every configuration key")
+    given = parser.parse_args(arguments)
+    if given.command == "keys":
+        print("\n".join(config.config_keys()))
+        return 0
+    try:
+        loaded = config.load(given.config, given.overrides)
+    except config.ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    if given.command == "plan":
+        from megarl.ops.plan import describe
+
+        print(describe(loaded))
+        return 0
+    from megarl.train import run_training
+
+    return run_training(loaded)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,766 @@
+"""The configuration: frozen dataclasses own every default, YAML holds overrides, the command line takes key=value.
+
+Loading order: dataclass -> file -> command line, then one validation that reports every violation at once. OmegaConf is used at this
+door only; everything behind it sees plain frozen dataclasses. Derived values are properties.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+import types as python_types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+
+class ConfigError(ValueError):
+    """Every violation of a configuration, one a line, each with its key, the numbers, and what to change."""
+
+    def __init__(self, violations: Sequence[str]) -> None:
+        self.violations = list(violations)
+        count = len(self.violations)
+        super().__init__(
+            f"{count} problem{'s' if count != 1 else ''} in the configuration:\n"
+            + "\n".join(f"  * {v}" for v in self.violations)
+        )
+
+
+# ------------------------------------------------------------------------------------------------ sections
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """What run this is, how long it goes, and what it leaves behind."""
+
+    name: str = "megarl"
+    dir: str = ""
+    """Folder of the run: logs, checkpoints, the trained model. Empty: runs/<name>."""
+    seed: int = 1
+    total_steps: int | None = None
+    """PPO steps; overrides total_epochs."""
+    total_epochs: int = 1
+    critic_warmup: int = 0
+    """For this many steps only the critic learns."""
+    resume: str = "auto"
+    """auto: from the newest checkpoint of the run folder, or from the start; never; or a checkpoint's folder."""
+    save_every: int = 0
+    """Steps between checkpoints; 0: only at the end and when stopped."""
+    keep_checkpoints: int = 3
+    validate_every: int = 0
+    """Steps between validations; 0: only before the first and after the last step."""
+    validate_before_training: bool = True
+    save_model: bool = True
+    """Write the trained actor as a Hugging Face folder at the end."""
+    log_samples: int = 4
+    """Answers shown in TensorBoard at every validation."""
+    deadline: float = 1800.0
+    """Seconds that any one stage of a step may take before the run stops with the name of the stage."""
+    startup_deadline: float = 600.0
+
+    @property
+    def folder(self) -> str:
+        return self.dir or os.path.join("runs", self.name)
+
+
+@dataclass(frozen=True)
+class CreateModelConfig:
+    """A model with random weights and a character tokenizer, made on the spot."""
+
+    kind: Literal["llama", "qwen2"] = "llama"
+    hidden_size: int = 64
+    num_layers: int = 2
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    ffn_size: int = 128
+    tie_embeddings: bool = False
+    init_std: float = 0.02
+    alphabet: str = "0123456789+-*="
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    path: str | None = None
+    """A Hugging Face folder: config.json, safetensors, tokenizer."""
+    tokenizer_path: str | None = None
+    trust_remote_code: bool = False
+    precision: Literal["bf16", "fp32"] = "bf16"
+    """bf16 keeps fp32 main weights in the optimizer."""
+    create: CreateModelConfig | None = None
+    """Make a model with random weights instead of reading `path`."""
+
+
+@dataclass(frozen=True)
+class CreateDataConfig:
+    """A generated arithmetic task with a verifiable reward."""
+
+    task: str = "addition"
+    max_operand: int = 9
+    modulus: int | None = None
+    num_train: int = 1000
+    num_validation: int = 20
+    held_out: bool = True
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    train: list[str] = field(default_factory=list)
+    """parquet, json or jsonl files."""
+    validation: list[str] = field(default_factory=list)
+    prompts_per_step: int = 256
+    max_prompt_length: int = 512
+    max_response_length: int = 256
+    overlong_prompts: Literal["drop", "truncate_left", "truncate_right", "error"] = "drop"
+    apply_chat_template: bool = True
+    shuffle: bool = True
+    max_validation_prompts: int | None = None
+    create: CreateDataConfig | None = None
+    """Generate the data instead of reading `train` and `validation`."""
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """Sizes of one role's layout. Data parallel follows: number of ranks / (tensor x pipeline x context)."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    virtual_pipeline: int = 1
+    context: int = 1
+    expert: int = 1
+    expert_tensor: int = 1
+    sequence: bool = False
+    """Sequence parallel: activations split over the tensor ranks between the matrix products."""
+
+    @property
+    def model_size(self) -> int:
+        """Ranks that one copy of the model takes (context ranks counted)."""
+        return self.tensor * self.pipeline * self.context
+
+    def data_parallel(self, num_ranks: int) -> int:
+        return num_ranks // self.model_size
+
+    @property
+    def sequence_multiple(self) -> int:
+        """Each packed sequence is padded to a multiple of this."""
+        return (self.tensor if self.sequence else 1) * (2 * self.context if self.context > 1 else 1)
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    kind: Literal["adam", "sgd"] = "adam"
+    lr: float = 1e-6
+    min_lr: float = 0.0
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: int = 0
+    """Optimizer steps, not PPO steps."""
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    clip_grad: float = 1.0
+
+
+@dataclass(frozen=True)
+class BatchConfig:
+    """How a step's samples become optimizer steps and micro-batches. Prompts count globally, tokens per GPU."""
+
+    mini_batch_prompts: int = 64
+    """Prompts (with all their answers) per optimizer step, over all ranks."""
+    epochs: int = 1
+    dynamic: bool = True
+    """Pack micro-batches to max_tokens_per_gpu; otherwise micro_batch_size sequences each."""
+    max_tokens_per_gpu: int = 16384
+    forward_max_tokens_per_gpu: int = 32768
+    """The limit of forward-only passes (log-probs, values)."""
+    micro_batch_size: int = 8
+
+
+@dataclass(frozen=True)
+class OffloadConfig:
+    """What leaves the GPU while the role is idle."""
+
+    parameters: bool = False
+    gradients: bool = False
+    optimizer: bool = False
+
+
+@dataclass(frozen=True)
+class RecomputeConfig:
+    """Activation recompute: none, selective (attention core), or full layers."""
+
+    kind: Literal["none", "selective", "full"] = "none"
+    num_layers: int = 1
+
+
+@dataclass(frozen=True)
+class ActorConfig:
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
+    recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float | None = 3.0
+    entropy_coef: float = 0.0
+    aggregation: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "constant"] = "token-mean"
+    aggregation_constant: float | None = None
+    """What aggregation `constant` divides by."""
+    kl_loss_coef: float = 0.0
+    """KL to the reference as a term of the loss; 0: none."""
+    kl_loss_kind: Literal["k1", "abs", "k2", "k3"] = "k3"
+
+
+@dataclass(frozen=True)
+class CriticConfig:
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
+    recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
+    path: str | None = None
+    """A Hugging Face folder to start from; empty: the actor's."""
+    value_clip: float | None = 0.5
+    aggregation: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "constant"] = "token-mean"
+
+
+@dataclass(frozen=True)
+class ReferenceConfig:
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
+    forward_max_tokens_per_gpu: int = 32768
+
+
+@dataclass(frozen=True)
+class AlgorithmConfig:
+    advantage: Literal["gae", "grpo", "rloo"] = "gae"
+    gamma: float = 1.0
+    lam: float = 1.0
+    whiten_advantages: bool = True
+    """gae only: zero mean and unit variance over the global batch."""
+    normalise_by_std: bool = True
+    """grpo only: divide by the group's standard deviation."""
+    kl_in_reward_coef: float = 0.0
+    """KL to the reference subtracted from the reward; 0: none."""
+    kl_in_reward_kind: Literal["k1", "abs", "k2", "k3"] = "k1"
+    kl_target: float | None = None
+    """Adapt kl_in_reward_coef to keep the KL near this value (arXiv:1909.08593); empty: fixed."""
+    kl_horizon: int = 10000
+
+
+@dataclass(frozen=True)
+class ValidationConfig:
+    """Sampling of validation answers: greedy unless told otherwise."""
+
+    n: int = 1
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = -1
+
+
+@dataclass(frozen=True)
+class SGLangConfig:
+    """SGLang's own server options, by our names for the usual ones; `options` passes any other through as it is."""
+
+    memory_fraction: float = 0.5
+    """Share of the GPU that SGLang may take for weights and KV cache."""
+    max_running_requests: int = 1024
+    cuda_graph_max_batch: int = 256
+    attention_backend: str | None = None
+    sleep: bool = True
+    """Colocated: release weights and KV cache while training."""
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    engine: Literal["sglang", "hf"] = "sglang"
+    """hf: transformers in the trainer's own processes, for laptops."""
+    tensor: int = 1
+    """Tensor-parallel size of one replica; replicas follow from the number of GPUs."""
+    n: int = 1
+    """Answers per prompt."""
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    max_batch: int = 256
+    """hf engine: sequences generated together."""
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
+    sglang: SGLangConfig = field(default_factory=SGLangConfig)
+
+
+@dataclass(frozen=True)
+class RewardConfig:
+    function: str = "gsm8k"
+    """gsm8k, gsm8k_flexible, exact, prefix, or the user's own as package.module:function."""
+    validation: str | None = None
+    """What validation answers are scored by; empty: the same function."""
+
+    @property
+    def validation_function(self) -> str:
+        return self.validation or self.function
+
+
+@dataclass(frozen=True)
+class SyncConfig:
+    """Weights from the trainer to the rollout engine."""
+
+    bucket_mb: int = 512
+    verify: Literal["checksum", "off"] = "checksum"
+    """checksum: after every sync a position-weighted checksum of each tensor is read back from the engine and compared."""
+
+
+@dataclass(frozen=True)
+class ClusterConfig:
+    num_nodes: int = 1
+    gpus_per_node: int = 1
+    """Trainer ranks a node: GPUs, or processes where there is no GPU."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    address: str | None = None
+    """Ray's address to join a running cluster; empty: start Ray here."""
+    threads_per_rank: int = 1
+    """CPU threads of a trainer rank where there is no GPU."""
+    peak_tflops: float | None = None
+    """Peak bf16 TFLOP/s of one GPU, for MFU; empty: known for A100, H100, H200."""
+
+    @property
+    def num_ranks(self) -> int:
+        return self.num_nodes * self.gpus_per_node
+
+
+@dataclass(frozen=True)
+class Config:
+    run: RunConfig = field(default_factory=RunConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    actor: ActorConfig = field(default_factory=ActorConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    sync: SyncConfig = field(default_factory=SyncConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+
+    @property
+    def needs_critic(self) -> bool:
+        return self.algorithm.advantage == "gae"
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.algorithm.kl_in_reward_coef > 0 or self.actor.kl_loss_coef > 0
+
+    @property
+    def samples_per_step(self) -> int:
+        return self.data.prompts_per_step * self.rollout.n
+
+    @property
+    def max_length(self) -> int:
+        return self.data.max_prompt_length + self.data.max_response_length
+
+    @property
+    def num_replicas(self) -> int:
+        return self.cluster.num_ranks // self.rollout.tensor
+
+    def roles(self) -> dict[str, ParallelConfig]:
+        """The roles that this run has, in the order in which they are built."""
+        roles = {"actor": self.actor.parallel}
+        if self.needs_critic:
+            roles["critic"] = self.critic.parallel
+        if self.needs_reference:
+            roles["reference"] = self.reference.parallel
+        return roles
+
+
+# ------------------------------------------------------------------------------------------------ typed building
+
+VERL_KEYS = {
+    "actor_rollout_ref.model.path": "model.path",
+    "actor_rollout_ref.actor.optim.lr": "actor.optimizer.lr",
+    "actor_rollout_ref.actor.ppo_mini_batch_size": "actor.batch.mini_batch_prompts",
+    "actor_rollout_ref.actor.ppo_epochs": "actor.batch.epochs",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": "actor.batch.micro_batch_size",
+    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": "actor.batch.max_tokens_per_gpu",
+    "actor_rollout_ref.actor.use_dynamic_bsz": "actor.batch.dynamic",
+    "actor_rollout_ref.actor.clip_ratio": "actor.clip_low and actor.clip_high",
+    "actor_rollout_ref.actor.clip_ratio_low": "actor.clip_low",
+    "actor_rollout_ref.actor.clip_ratio_high": "actor.clip_high",
+    "actor_rollout_ref.actor.clip_ratio_c": "actor.dual_clip",
+    "actor_rollout_ref.actor.entropy_coeff": "actor.entropy_coef",
+    "actor_rollout_ref.actor.use_kl_loss": "actor.kl_loss_coef (0 turns it off)",
+    "actor_rollout_ref.actor.kl_loss_coef": "actor.kl_loss_coef",
+    "actor_rollout_ref.actor.kl_loss_type": "actor.kl_loss_kind",
+    "actor_rollout_ref.actor.loss_agg_mode": "actor.aggregation",
+    "actor_rollout_ref.actor.megatron.tensor_model_parallel_size": "actor.parallel.tensor",
+    "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size": "actor.parallel.pipeline",
+    "actor_rollout_ref.actor.megatron.context_parallel_size": "actor.parallel.context",
+    "actor_rollout_ref.actor.megatron.expert_model_parallel_size": "actor.parallel.expert",
+    "actor_rollout_ref.actor.megatron.param_offload": "actor.offload.parameters",
+    "actor_rollout_ref.actor.megatron.grad_offload": "actor.offload.gradients",
+    "actor_rollout_ref.actor.megatron.optimizer_offload": "actor.offload.optimizer",
+    "actor_rollout_ref.rollout.name": "rollout.engine",
+    "actor_rollout_ref.rollout.n": "rollout.n",
+    "actor_rollout_ref.rollout.temperature": "rollout.temperature",
+    "actor_rollout_ref.rollout.top_p": "rollout.top_p",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size": "rollout.tensor",
+    "actor_rollout_ref.rollout.gpu_memory_utilization": "rollout.sglang.memory_fraction",
+    "actor_rollout_ref.rollout.max_num_seqs": "rollout.sglang.max_running_requests",
+    "critic.optim.lr": "critic.optimizer.lr",
+    "critic.model.path": "critic.path",
+    "critic.cliprange_value": "critic.value_clip",
+    "critic.ppo_mini_batch_size": "critic.batch.mini_batch_prompts",
+    "critic.ppo_epochs": "critic.batch.epochs",
+    "critic.ppo_max_token_len_per_gpu": "critic.batch.max_tokens_per_gpu",
+    "data.train_files": "data.train",
+    "data.val_files": "data.validation",
+    "data.train_batch_size": "data.prompts_per_step",
+    "data.filter_overlong_prompts": "data.overlong_prompts",
+    "data.truncation": "data.overlong_prompts",
+    "data.return_raw_chat": "data.apply_chat_template",
+    "algorithm.adv_estimator": "algorithm.advantage",
+    "algorithm.norm_adv_by_std_in_grpo": "algorithm.normalise_by_std",
+    "algorithm.use_kl_in_reward": "algorithm.kl_in_reward_coef (0 turns it off)",
+    "algorithm.kl_penalty": "algorithm.kl_in_reward_kind",
+    "algorithm.kl_ctrl.kl_coef": "algorithm.kl_in_reward_coef",
+    "algorithm.kl_ctrl.target_kl": "algorithm.kl_target",
+    "algorithm.kl_ctrl.horizon": "algorithm.kl_horizon",
+    "trainer.total_epochs": "run.total_epochs",
+    "trainer.total_training_steps": "run.total_steps",
+    "trainer.save_freq": "run.save_every",
+    "trainer.test_freq": "run.validate_every",
+    "trainer.val_before_train": "run.validate_before_training",
+    "trainer.critic_warmup": "run.critic_warmup",
+    "trainer.resume_mode": "run.resume",
+    "trainer.experiment_name": "run.name",
+    "trainer.default_local_dir": "run.dir",
+    "trainer.nnodes": "cluster.num_nodes",
+    "trainer.n_gpus_per_node": "cluster.gpus_per_node",
+    "custom_reward_function.path": "reward.function (as package.module:function)",
+    "custom_reward_function.name": "reward.function (as package.module:function)",
+}
+
+
+def config_keys(cls: type = Config, prefix: str = "") -> list[str]:
+    """Every key of the configuration, dotted, in order: what the golden file in tests/contracts holds."""
+    keys: list[str] = []
+    for name, annotation in _fields(cls):
+        section = _section(annotation)
+        if section is None:
+            keys.append(prefix + name)
+        else:
+            keys.extend(config_keys(section, f"{prefix}{name}."))
+    return keys
+
+
+def _fields(cls: type) -> Iterator[tuple[str, Any]]:
+    hints = typing.get_type_hints(cls)
+    for item in dataclasses.fields(cls):
+        yield item.name, hints[item.name]
+
+
+def _section(annotation: Any) -> type | None:
+    """The dataclass that an annotation names, also as `Section | None`."""
+    for option in _options(annotation):
+        if dataclasses.is_dataclass(option):
+            return typing.cast(type, option)
+    return None
+
+
+def _options(annotation: Any) -> tuple[Any, ...]:
+    origin = typing.get_origin(annotation)
+    return typing.get_args(annotation) if origin in (typing.Union, python_types.UnionType) else (annotation,)
+
+
+def _describe(annotation: Any) -> str:
+    options = _options(annotation)
+    if len(options) > 1:
+        return " or ".join(_describe(o) for o in options)
+    if typing.get_origin(annotation) is Literal:
+        return " or ".join(str(a) for a in typing.get_args(annotation))
+    if annotation is type(None):
+        return "null"
+    if typing.get_origin(annotation) is list:
+        return "a list"
+    if typing.get_origin(annotation) is dict:
+        return "a mapping"
+    names = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
+    return names.get(annotation, getattr(annotation, "__name__", str(annotation)))
+
+
+_BAD = object()
+
+
+def _convert(annotation: Any, value: Any) -> Any:
+    """The value as the annotation's type, or _BAD."""
+    options = _options(annotation)
+    if len(options) > 1:
+        return next((v for v in (_convert(o, value) for o in options) if v is not _BAD), _BAD)
+    origin = typing.get_origin(annotation)
+    if annotation is type(None):
+        return None if value is None else _BAD
+    if origin is Literal:
+        return value if value in typing.get_args(annotation) else _BAD
+    if origin is list:
+        (item,) = typing.get_args(annotation)
+        if isinstance(value, str):
+            value = [value]
+        converted = [_convert(item, v) for v in value] if isinstance(value, list) else [_BAD]
+        return _BAD if any(v is _BAD for v in converted) else converted
+    if origin is dict:
+        return dict(value) if isinstance(value, Mapping) else _BAD
+    if annotation is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if annotation is str and isinstance(value, (int, float)) and not isinstance(value, bool):
+        return str(value)
+    if annotation in (int, float, str, bool):
+        return value if type(value) is annotation else _BAD
+    raise AssertionError(f"config.py has a field of a type it cannot read: {annotation}")
+
+
+def _unknown_key(full: str) -> str:
+    if full in VERL_KEYS:
+        return f"{full}: this is verl's name; here it is {VERL_KEYS[full]}"
+    known = config_keys()
+    close = difflib.get_close_matches(full, known, n=1, cutoff=0.6)
+    if not close:
+        last = full.rsplit(".", 1)[-1]
+        close = [k for k in known if k.rsplit(".", 1)[-1] == last][:1]
+    return f"{full}: unknown key" + (f"; did you mean {close[0]}?" if close else "; `megarl keys` lists all")
+
+
+def _leaves(mapping: Mapping[str, Any], prefix: str) -> Iterator[str]:
+    for name, value in mapping.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
+
+
+def _build(default: Any, values: Mapping[str, Any], prefix: str, violations: list[str]) -> Any:
+    """`default` with the given values in place of its own: a section keeps the defaults that its parent gave it."""
+    arguments: dict[str, Any] = {}
+    fields = dict(_fields(type(default)))
+    for name, value in values.items():
+        key = f"{prefix}{name}"
+        if name not in fields:
+            leaves = list(_leaves(value, f"{key}.")) if isinstance(value, Mapping) and value else [key]
+            violations.extend(_unknown_key(leaf) for leaf in leaves)
+            continue
+        annotation = fields[name]
+        section = _section(annotation)
+        if section is not None and isinstance(value, Mapping):
+            inherited = getattr(default, name)
+            arguments[name] = _build(section() if inherited is None else inherited, value, f"{key}.", violations)
+        elif section is not None and not (value is None and type(None) in _options(annotation)):
+            violations.append(
+                f"{key}: is {value!r}, but it is a section with keys of its own: {', '.join(n for n, _ in _fields(section))}"
+            )
+        elif section is not None:
+            arguments[name] = None
+        else:
+            converted = _convert(annotation, value)
+            if converted is _BAD:
+                violations.append(f"{key}: is {value!r} ({type(value).__name__}), but must be {_describe(annotation)}")
+            else:
+                arguments[name] = converted
+    return dataclasses.replace(default, **arguments)
+
+
+# ------------------------------------------------------------------------------------------------ validation
+
+
+def validate(config: Config) -> list[str]:
+    """Every violation of a configuration: sizes that do not divide, missing files, settings that contradict each other."""
+    found: list[str] = []
+    found += _validate_sizes(config)
+    found += _validate_batches(config)
+    found += _validate_paths(config)
+    found += _validate_values(config)
+    return found
+
+
+def _validate_sizes(config: Config) -> Iterator[str]:
+    ranks = config.cluster.num_ranks
+    for name in ("num_nodes", "gpus_per_node", "threads_per_rank"):
+        if getattr(config.cluster, name) < 1:
+            yield f"cluster.{name}: is {getattr(config.cluster, name)}, must be at least 1"
+    for role, parallel in config.roles().items():
+        for item in dataclasses.fields(parallel):
+            size = getattr(parallel, item.name)
+            if not isinstance(size, bool) and size < 1:
+                yield f"{role}.parallel.{item.name}: is {size}, must be at least 1"
+        if parallel.model_size >= 1 and ranks % parallel.model_size:
+            yield (
+                f"{role}.parallel: tensor {parallel.tensor} x pipeline {parallel.pipeline} x context {parallel.context} = {parallel.model_size} "
+                f"does not divide the {ranks} ranks (cluster.num_nodes x cluster.gpus_per_node); change one of them"
+            )
+        if parallel.sequence and parallel.tensor == 1:
+            yield f"{role}.parallel.sequence: needs tensor > 1, but tensor is 1; set it to false"
+        if parallel.virtual_pipeline > 1 and parallel.pipeline == 1:
+            yield f"{role}.parallel.virtual_pipeline: is {parallel.virtual_pipeline}, but pipeline is 1; set it to 1 or pipeline to 2 or more"
+    if config.rollout.tensor < 1 or ranks % max(config.rollout.tensor, 1):
+        yield f"rollout.tensor: {config.rollout.tensor} does not divide the {ranks} ranks"
+    if config.rollout.engine == "hf" and config.rollout.tensor != 1:
+        yield f"rollout.tensor: is {config.rollout.tensor}, but the hf engine has no tensor parallel; set it to 1 or rollout.engine to sglang"
+
+
+def _validate_batches(config: Config) -> Iterator[str]:
+    ranks, prompts = config.cluster.num_ranks, config.data.prompts_per_step
+    if prompts < 1:
+        yield f"data.prompts_per_step: is {prompts}, must be at least 1"
+    if config.rollout.n < 1:
+        yield f"rollout.n: is {config.rollout.n}, must be at least 1"
+    if config.algorithm.advantage in ("grpo", "rloo") and config.rollout.n < 2:
+        yield f"rollout.n: is {config.rollout.n}, but {config.algorithm.advantage} compares the answers to one prompt; set it to 2 or more"
+    roles = {"actor": (config.actor.batch, config.actor.parallel)}
+    if config.needs_critic:
+        roles["critic"] = (config.critic.batch, config.critic.parallel)
+    for role, (batch, parallel) in roles.items():
+        mini = batch.mini_batch_prompts
+        if mini < 1 or prompts % max(mini, 1):
+            yield f"{role}.batch.mini_batch_prompts: {mini} does not divide data.prompts_per_step = {prompts}"
+        data_parallel = max(parallel.data_parallel(ranks), 1) if parallel.model_size >= 1 else 1
+        if mini * config.rollout.n < data_parallel:
+            yield (
+                f"{role}.batch.mini_batch_prompts: {mini} prompts x {config.rollout.n} answers = {mini * config.rollout.n} samples "
+                f"for {data_parallel} data-parallel ranks; each rank needs at least one: raise it to {-(-data_parallel // config.rollout.n)} or more"
+            )
+        for name, tokens in (
+            ("max_tokens_per_gpu", batch.max_tokens_per_gpu),
+            ("forward_max_tokens_per_gpu", batch.forward_max_tokens_per_gpu),
+        ):
+            multiple = parallel.sequence_multiple
+            longest = -(-config.max_length // multiple) * multiple
+            if batch.dynamic and tokens * parallel.context < longest:
+                yield (
+                    f"{role}.batch.{name}: {tokens} x context {parallel.context} is less than the longest sample, {longest} tokens "
+                    f"(data.max_prompt_length {config.data.max_prompt_length} + data.max_response_length {config.data.max_response_length}); raise it to {-(-longest // parallel.context)} or more"
+                )
+        if batch.epochs < 1:
+            yield f"{role}.batch.epochs: is {batch.epochs}, must be at least 1"
+        if batch.micro_batch_size < 1:
+            yield f"{role}.batch.micro_batch_size: is {batch.micro_batch_size}, must be at least 1"
+
+
+def _validate_paths(config: Config) -> Iterator[str]:
+    if config.model.create is None:
+        if config.model.path is None:
+            yield "model.path: is not set; give a Hugging Face folder, or model.create for a tiny random model"
+        elif not os.path.isfile(os.path.join(config.model.path, "config.json")):
+            yield f"model.path: no config.json in {config.model.path}"
+    elif config.model.path is not None:
+        yield "model.create: model.path is set too; remove one of them"
+    if (
+        config.critic.path is not None
+        and config.needs_critic
+        and not os.path.isfile(os.path.join(config.critic.path, "config.json"))
+    ):
+        yield f"critic.path: no config.json in {config.critic.path}"
+    if config.data.create is None:
+        if not config.data.train:
+            yield "data.train: is empty; give parquet, json or jsonl files, or data.create for a generated task"
+        for key, paths in (("train", config.data.train), ("validation", config.data.validation)):
+            for path in paths:
+                if not os.path.isfile(path):
+                    yield f"data.{key}: no file {path}"
+                elif Path(path).suffix not in (".parquet", ".json", ".jsonl"):
+                    yield f"data.{key}: {path} is not .parquet, .json or .jsonl"
+    elif config.data.train or config.data.validation:
+        yield "data.create: data.train or data.validation is set too; remove one of them"
+    if config.run.resume not in ("auto", "never") and not os.path.isdir(config.run.resume):
+        yield f"run.resume: is {config.run.resume!r}: neither auto nor never, and no such folder"
+
+
+def _validate_values(config: Config) -> Iterator[str]:
+    if config.run.total_steps is not None and config.run.total_steps < 1:
+        yield f"run.total_steps: is {config.run.total_steps}, must be at least 1"
+    if config.run.total_epochs < 1:
+        yield f"run.total_epochs: is {config.run.total_epochs}, must be at least 1"
+    for key, value in (
+        ("run.save_every", config.run.save_every),
+        ("run.validate_every", config.run.validate_every),
+        ("run.critic_warmup", config.run.critic_warmup),
+    ):
+        if value < 0:
+            yield f"{key}: is {value}, must be 0 or more"
+    if config.run.critic_warmup and not config.needs_critic:
+        yield f"run.critic_warmup: is {config.run.critic_warmup}, but algorithm.advantage {config.algorithm.advantage} has no critic; set it to 0"
+    if config.rollout.temperature <= 0:
+        yield f"rollout.temperature: is {config.rollout.temperature}; training needs samples, so it must be above 0 (validation has its own)"
+    for key, top_p in (
+        ("rollout.top_p", config.rollout.top_p),
+        ("rollout.validation.top_p", config.rollout.validation.top_p),
+    ):
+        if not 0 < top_p <= 1:
+            yield f"{key}: is {top_p}, must be in (0, 1]"
+    for key, fraction in (("algorithm.gamma", config.algorithm.gamma), ("algorithm.lam", config.algorithm.lam)):
+        if not 0 <= fraction <= 1:
+            yield f"{key}: is {fraction}, must be in [0, 1]"
+    if config.actor.dual_clip is not None and config.actor.dual_clip <= 1:
+        yield f"actor.dual_clip: is {config.actor.dual_clip}, must be above 1 (3.0 is usual), or null to turn it off"
+    if config.actor.aggregation == "constant" and not config.actor.aggregation_constant:
+        yield "actor.aggregation_constant: must be set for aggregation constant (the response limit x samples is usual)"
+    if config.needs_critic and config.critic.aggregation == "constant":
+        yield "critic.aggregation: constant is for the policy loss; use token-mean"
+    if config.algorithm.kl_target is not None and config.algorithm.kl_in_reward_coef <= 0:
+        yield "algorithm.kl_target: needs algorithm.kl_in_reward_coef above 0 to adapt"
+    if not 0 < config.rollout.sglang.memory_fraction < 1:
+        yield f"rollout.sglang.memory_fraction: is {config.rollout.sglang.memory_fraction}, must be between 0 and 1"
+    if config.sync.bucket_mb < 1:
+        yield f"sync.bucket_mb: is {config.sync.bucket_mb}, must be at least 1"
+    for key, length in (
+        ("data.max_prompt_length", config.data.max_prompt_length),
+        ("data.max_response_length", config.data.max_response_length),
+    ):
+        if length < 1:
+            yield f"{key}: is {length}, must be at least 1"
+
+
+# ------------------------------------------------------------------------------------------------ the door
+
+
+def build(values: Mapping[str, Any]) -> Config:
+    """A Config from nested plain values.
+
+    Raises:
+        ConfigError: with every violation: unknown keys, wrong types, sizes that do not divide, missing files.
+    """
+    violations: list[str] = []
+    config = _build(Config(), values, "", violations)
+    violations += validate(config)
+    if violations:
+        raise ConfigError(violations)
+    return typing.cast(Config, config)
+
+
+def load(path: str, overrides: Sequence[str] = ()) -> Config:
+    """Read a YAML file, apply `key=value` overrides from the command line, and validate the whole.
+
+    Raises:
+        ConfigError: the file does not exist or is not YAML, an override is no key=value, or anything `build` finds.
+    """
+    if not os.path.isfile(path):
+        raise ConfigError([f"no configuration file {path}"])
+    malformed = [o for o in overrides if "=" not in o or o.startswith("=")]
+    if malformed:
+        raise ConfigError([f"{o!r}: an override is written key=value" for o in malformed])
+    try:
+        merged = OmegaConf.merge(OmegaConf.load(path), OmegaConf.from_dotlist(list(overrides)))
+        values = OmegaConf.to_container(merged, resolve=True)
+    except (OmegaConfBaseException, YAMLError, ValueError) as error:
+        raise ConfigError([f"{path}: {error}"]) from error
+    if not isinstance(values, dict):
+        raise ConfigError([f"{path}: holds {type(values).__name__}, but must hold sections such as run: and model:"])
+    return build(typing.cast(dict[str, Any], values))
+
+
+def to_yaml(config: Config) -> str:
+    """The resolved configuration as YAML that `load` reads back to an equal Config."""
+    return OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config)))

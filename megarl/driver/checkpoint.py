@@ -1,0 +1,86 @@
+"""Checkpoints of a run: one folder a step, complete when its manifest is there, the newest K kept."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+MANIFEST = "manifest.json"
+_FOLDER = re.compile(r"step_(\d+)$")
+
+
+@dataclass(frozen=True)
+class DriverState:
+    """What the driver itself must remember to go on as if it had never stopped."""
+
+    step: int
+    """Steps done."""
+    data_cursor: dict[str, Any]
+    optimizer_steps: dict[str, int]
+    kl_coef: float
+    best_validation: float | None
+    last_validation: float | None = None
+    versions: dict[str, str] = field(default_factory=dict)
+
+
+class CheckpointStore:
+    """The folder `checkpoints` of a run."""
+
+    def __init__(self, run_folder: str, keep: int) -> None:
+        self.folder, self._keep = os.path.abspath(os.path.join(run_folder, "checkpoints")), keep
+
+    def begin(self, step: int) -> str:
+        """A folder to write a checkpoint into; nobody takes it for one before `commit`."""
+        folder = os.path.join(self.folder, f"step_{step:06d}.partial")
+        shutil.rmtree(folder, ignore_errors=True)
+        os.makedirs(folder)
+        return folder
+
+    def commit(self, folder: str, state: DriverState) -> str:
+        """Make the folder a checkpoint: the manifest is written last, then the folder takes its name. Old ones go."""
+        path = os.path.join(folder, MANIFEST)
+        with open(path, "w") as file:
+            json.dump(asdict(state), file, indent=2)
+            file.flush()
+            os.fsync(file.fileno())
+        final = folder.removesuffix(".partial")
+        shutil.rmtree(final, ignore_errors=True)
+        os.rename(folder, final)
+        for old in self.complete()[: -self._keep] if self._keep > 0 else []:
+            shutil.rmtree(old, ignore_errors=True)
+        return final
+
+    def complete(self) -> list[str]:
+        """Checkpoints that are whole, oldest first."""
+        if not os.path.isdir(self.folder):
+            return []
+        names = [
+            n
+            for n in os.listdir(self.folder)
+            if _FOLDER.match(n) and os.path.isfile(os.path.join(self.folder, n, MANIFEST))
+        ]
+        return [os.path.join(self.folder, n) for n in sorted(names, key=lambda n: int(n.removeprefix("step_")))]
+
+    def find(self, resume: str) -> str | None:
+        """The checkpoint to resume from: run.resume is auto, never, or a checkpoint's folder.
+
+        Raises:
+            ValueError: the given folder is no checkpoint, or an incomplete one.
+        """
+        if resume == "never":
+            return None
+        if resume == "auto":
+            return next(iter(reversed(self.complete())), None)
+        if not os.path.isfile(os.path.join(resume, MANIFEST)):
+            raise ValueError(f"run.resume: {resume} has no {MANIFEST}: it is no checkpoint, or was not finished")
+        return os.path.abspath(resume)
+
+
+def read_state(folder: str) -> DriverState:
+    """The driver's state in a checkpoint."""
+    with open(os.path.join(folder, MANIFEST)) as file:
+        return DriverState(**json.load(file))

@@ -1,0 +1,133 @@
+"""The rollout as the loop sees it: submit prompts, take the batch when its answers have ended, sleep while training, resume."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from megarl.config import Config
+from megarl.reshard.transports import ChecksumRegion
+from megarl.types import Prompt, SampleInfo, SamplingParams
+from megarl.workers.calls import Callee, gather
+from megarl.workers.generation import Group, Job
+
+
+class RolloutBatch:
+    """A step's samples, numbered from 0 in the order of their prompts; the driver holds scalars and references."""
+
+    def __init__(self, groups: Sequence[Group]) -> None:
+        self.infos: list[SampleInfo] = [info for group in groups for info in group.infos]
+        self.texts: list[tuple[str, str]] = [text for group in groups for text in group.texts]
+        self.handles: dict[int, tuple[Any, int]] = {}
+        self.groups: list[list[int]] = []
+        start = 0
+        for group in groups:
+            indices = list(range(start, start + len(group.infos)))
+            self.handles.update({i: (group.samples, k) for k, i in enumerate(indices)})
+            self.groups.append(indices)
+            start += len(indices)
+
+    @property
+    def lengths(self) -> list[int]:
+        return [info.length for info in self.infos]
+
+    @property
+    def scores(self) -> list[float]:
+        return [info.score for info in self.infos]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.lengths)
+
+
+class Rollout:
+    """Replicas of the rollout engine. With the hf engine these are the trainer processes themselves."""
+
+    def __init__(self, config: Config, workers: Sequence[Any], hosts: Sequence[str], embedded: bool) -> None:
+        self.config, self.workers, self.embedded = config, list(workers), embedded
+        name = "hf engine of trainer rank" if embedded else "SGLang replica"
+        self._callees = [Callee(f"{name} {i}", host) for i, host in enumerate(hosts)]
+        self._in_flight: list[list[tuple[Any, int, np.ndarray]]] = []
+
+    def submit(
+        self,
+        prompts: Sequence[Prompt],
+        num_answers: int,
+        sampling: SamplingParams,
+        seed: int,
+        reward: str,
+        with_texts: bool = False,
+    ) -> None:
+        """Start generation of `num_answers` answers to each prompt on all replicas; returns at once. `reward` is the name of the function
+        that scores them."""
+        jobs = [Job(prompt, num_answers, sampling, seed, reward) for prompt in prompts]
+        parts = np.array_split(np.arange(len(jobs)), len(self.workers))
+        self._in_flight.append(
+            [
+                (worker.generate.remote([jobs[i] for i in part], with_texts), index, part)
+                for index, (worker, part) in enumerate(zip(self.workers, parts, strict=True))
+                if len(part)
+            ]
+        )
+
+    def next_batch(self) -> RolloutBatch:
+        """The batch that was submitted first, when all its answers have ended and are scored."""
+        assert self._in_flight, "next_batch without a batch submitted"
+        calls = self._in_flight.pop(0)
+        results = gather(
+            [ref for ref, _, _ in calls],
+            [self._callees[i] for _, i, _ in calls],
+            "generation",
+            self.config.run.deadline,
+        )
+        order = np.concatenate([part for _, _, part in calls])
+        groups = [group for result in results for group in result]
+        return RolloutBatch([groups[i] for i in np.argsort(order, kind="stable")])
+
+    def sleep(self) -> None:
+        """Give the weights' and the KV cache's memory back for training; no answer may be in flight."""
+        assert not self._in_flight, "sleep with answers in flight"
+        self._all("engine sleep", "sleep")
+
+    def wake_weights(self) -> None:
+        """Take memory for the weights; their content is gone and comes by sync."""
+        self._all("engine wake", "wake", ("weights",))
+
+    def resume(self) -> None:
+        """Take memory for the KV cache and forget what was cached under earlier weights."""
+        self._all("engine wake", "wake", ("kv_cache",))
+        self._all("engine cache flush", "flush_cache")
+
+    def parameters(self) -> list[list[dict[str, tuple[tuple[int, ...], str]]]]:
+        """Per replica and tensor-parallel rank, (shape, type) of the engine's own parameters."""
+        return self._all("reading the engine's parameters", "parameters")
+
+    def load_bucket(self, payloads: Sequence[bytes]) -> None:
+        """Hand each target rank's payload to its replica, in the order of target ranks."""
+        size = self.config.rollout.tensor
+        per_replica = [list(payloads[i * size : (i + 1) * size]) for i in range(len(self.workers))]
+        self._each("loading weights", "load_bucket", per_replica)
+
+    def checksums(self, regions: Sequence[Sequence[ChecksumRegion]]) -> list[list[int]]:
+        """Per target rank the checksums of the regions of its tensor-parallel rank, read back from the engine's own parameters."""
+        return [rank for replica in self._all("reading weights back", "checksums", regions) for rank in replica]
+
+    def set_version(self, version: int) -> None:
+        """Stamp the weights' version: every answer carries it."""
+        self._all("stamping the version", "set_version", version)
+
+    def shutdown(self) -> None:
+        if not self.embedded:
+            self._all("engine shutdown", "shutdown")
+
+    def _all(self, stage: str, method: str, *arguments: Any) -> list[Any]:
+        if self.embedded and method in ("sleep", "wake", "flush_cache"):
+            return []
+        refs = [getattr(w, method).remote(*arguments) for w in self.workers]
+        return gather(refs, self._callees, stage, self.config.run.deadline)
+
+    def _each(self, stage: str, method: str, per_worker: Sequence[Any]) -> list[Any]:
+        refs = [getattr(w, method).remote(a) for w, a in zip(self.workers, per_worker, strict=True)]
+        return gather(refs, self._callees, stage, self.config.run.deadline)

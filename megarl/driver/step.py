@@ -1,0 +1,250 @@
+"""The learning half of a step: forward passes, advantages, updates, each timed. The driver sees lengths, scalars and sums only."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import reduce
+from operator import add
+from typing import Any
+
+from megarl.algorithms.advantages import GROUP_ADVANTAGES, Moments
+from megarl.algorithms.diagnostics import explained_variance
+from megarl.config import ActorConfig, BatchConfig, Config, CriticConfig, OffloadConfig
+from megarl.data.schedule import StepSchedule, schedule_forward, schedule_step
+from megarl.driver.rollout import RolloutBatch
+from megarl.metrics import Stats, balance_metrics
+from megarl.workers.group import TrainerGroup
+from megarl.workers.messages import ForwardResult, UpdatePlan, limits
+
+
+@dataclass
+class Timer:
+    """Seconds by stage of one step: `with timer("gen"): ...` adds to timing_s/gen."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextlib.contextmanager
+    def __call__(self, stage: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - start
+
+
+@dataclass(frozen=True)
+class Learning:
+    """What the learning half of a step needs besides the samples."""
+
+    config: Config
+    group: TrainerGroup
+    hidden_size: int
+    total_steps: int
+
+    def optimizer_steps(self, batch: BatchConfig) -> int:
+        """Optimizer steps that one step of the loop makes."""
+        return -(-self.config.data.prompts_per_step // batch.mini_batch_prompts) * batch.epochs
+
+
+def learn(
+    learning: Learning, batch: RolloutBatch, step: int, kl_coef: float, optimizer_steps: dict[str, int], timer: Timer
+) -> tuple[dict[str, float], Moments]:
+    """Learn from a batch; returns metrics and the moments of the KL to the reference.
+
+    Args:
+        step: the number of this step, from 1.
+        optimizer_steps: of each role, done before; counted up here.
+    """
+    config, group = learning.config, learning.group
+    metrics: dict[str, float] = {}
+    with timer("schedule"):
+        schedules = {role: _schedule(learning, role, batch) for role in ("actor", "critic") if role in config.roles()}
+        assignments: dict[str, Sequence[Sequence[int]]] = {role: s.assignment for role, s in schedules.items()}
+        if "reference" in config.roles():
+            assignments["reference"] = _reference_assignment(learning, batch)
+        group.begin_step(batch.handles, assignments)
+    metrics |= balance_metrics(
+        batch.lengths, [sum(batch.lengths[i] for i in part) for part in assignments["actor"]], len(assignments["actor"])
+    )
+
+    outputs: dict[str, list[ForwardResult]] = {}
+    for role, stage in (("actor", "old_log_prob"), ("reference", "ref"), ("critic", "values")):
+        if role in assignments:
+            with timer(stage), resident(group, role, config, training=False):
+                outputs[role] = group.forward(role, _forward_batches(learning, role, assignments[role], batch))
+    metrics |= _forward_metrics(outputs)
+
+    with timer("adv"):
+        moments, kl, found = _advantages(learning, batch, assignments, outputs, kl_coef)
+        metrics |= found
+    if "critic" in schedules:
+        with timer("update_critic"), resident(group, "critic", config, training=True):
+            metrics |= _update(learning, "critic", schedules["critic"], batch, optimizer_steps)
+    if step > config.run.critic_warmup:
+        with timer("update_actor"), resident(group, "actor", config, training=True):
+            metrics |= _update(learning, "actor", schedules["actor"], batch, optimizer_steps)
+    return metrics, kl
+
+
+@contextlib.contextmanager
+def resident(group: TrainerGroup, role: str, config: Config, training: bool) -> Iterator[None]:
+    """A role's memory is on the GPU inside: parameters, and for training gradients and optimizer too. What the config offloads
+    goes back to the host afterwards."""
+    offload = role_offload(config, role)
+    wanted = {
+        "parameters": offload.parameters,
+        "gradients": training and offload.gradients,
+        "optimizer": training and offload.optimizer,
+    }
+    kinds = [kind for kind, moved in wanted.items() if moved]
+    if kinds:
+        group.call(f"bringing the {role} to the GPU", "resume", role, kinds)
+    try:
+        yield
+    finally:
+        if kinds:
+            group.call(f"moving the {role} to the host", "release", role, kinds)
+
+
+def role_offload(config: Config, role: str) -> OffloadConfig:
+    sections: dict[str, Any] = {"actor": config.actor, "critic": config.critic, "reference": config.reference}
+    offload: OffloadConfig = sections[role].offload
+    return offload
+
+
+def _trained(config: Config, role: str) -> ActorConfig | CriticConfig:
+    return config.actor if role == "actor" else config.critic
+
+
+def _schedule(learning: Learning, role: str, batch: RolloutBatch) -> StepSchedule:
+    config, parallel = learning.config, learning.config.roles()[role]
+    own = _trained(config, role).batch
+    return schedule_step(
+        batch.lengths,
+        batch.groups,
+        mini_batch_prompts=own.mini_batch_prompts,
+        num_data_parallel=learning.group.grids[role].data_parallel_size,
+        hidden_size=learning.hidden_size,
+        multiple=parallel.sequence_multiple,
+        count_multiple=parallel.pipeline if parallel.virtual_pipeline > 1 else 1,
+        key=f"{role}.batch.max_tokens_per_gpu",
+        **limits(own, parallel.context, forward=False),
+    )
+
+
+def _reference_assignment(learning: Learning, batch: RolloutBatch) -> list[list[int]]:
+    """The reference's samples are spread like one mini-batch of all."""
+    parallel = learning.config.reference.parallel
+    schedule = schedule_step(
+        batch.lengths,
+        batch.groups,
+        mini_batch_prompts=len(batch.groups),
+        num_data_parallel=learning.group.grids["reference"].data_parallel_size,
+        hidden_size=learning.hidden_size,
+        multiple=parallel.sequence_multiple,
+        max_tokens=learning.config.reference.forward_max_tokens_per_gpu * parallel.context,
+    )
+    return schedule.assignment
+
+
+def _forward_batches(
+    learning: Learning, role: str, assignment: Sequence[Sequence[int]], batch: RolloutBatch
+) -> Sequence[Any]:
+    config, parallel = learning.config, learning.config.roles()[role]
+    if role == "reference":
+        cut = {"max_tokens": config.reference.forward_max_tokens_per_gpu * parallel.context}
+    else:
+        cut = limits(_trained(config, role).batch, parallel.context, forward=True)
+    return schedule_forward(
+        assignment,
+        batch.lengths,
+        multiple=parallel.sequence_multiple,
+        count_multiple=parallel.pipeline if parallel.virtual_pipeline > 1 else 1,
+        key=f"{role}.batch.forward_max_tokens_per_gpu",
+        **cut,
+    )
+
+
+def _forward_metrics(outputs: dict[str, list[ForwardResult]]) -> dict[str, float]:
+    metrics: dict[str, float] = {}
+    actor = outputs["actor"]
+    entropy = reduce(add, [r.entropy for r in actor if r.entropy is not None])
+    mismatch = reduce(add, [r.mismatch for r in actor if r.mismatch is not None])
+    difference = reduce(add, [r.logprob_difference for r in actor if r.logprob_difference is not None])
+    metrics["actor/entropy"] = entropy.mean
+    metrics["training/rollout_probs_diff_mean"] = mismatch.mean
+    metrics["training/rollout_probs_diff_max"] = mismatch.max
+    metrics["training/rollout_probs_diff_std"] = mismatch.std
+    metrics["training/rollout_logprobs_abs_diff_mean"] = difference.total / max(difference.count, 1)
+    if "critic" in outputs:
+        metrics |= reduce(add, [r.stats for r in outputs["critic"] if r.stats is not None]).named("critic/values")
+    return metrics
+
+
+def _advantages(
+    learning: Learning,
+    batch: RolloutBatch,
+    assignments: dict[str, Sequence[Sequence[int]]],
+    outputs: dict[str, list[ForwardResult]],
+    kl_coef: float,
+) -> tuple[Moments, Moments, dict[str, float]]:
+    """Move values and reference log-probs to the actor's ranks, compute there, whiten by everyone's sums, move returns back."""
+    config, group = learning.config, learning.group
+    indices = assignments["actor"]
+    for role, name in (("critic", "values"), ("reference", "reference_logprobs")):
+        if role in outputs:
+            group.receive("actor", name, indices, [r.values for r in outputs[role]])
+    per_sample = None
+    if config.algorithm.advantage in GROUP_ADVANTAGES:
+        groups = [info.group for info in batch.infos]
+        options = (
+            {"normalise_by_std": config.algorithm.normalise_by_std} if config.algorithm.advantage == "grpo" else {}
+        )
+        per_sample = GROUP_ADVANTAGES[config.algorithm.advantage](batch.scores, groups, **options)
+    given = [None if per_sample is None else [per_sample[i] for i in part] for part in indices]
+    results = group.advantages(indices, kl_coef, given)
+    moments, kl = reduce(add, [r.moments for r in results]), reduce(add, [r.kl for r in results])
+    whitens = config.algorithm.advantage == "gae" and config.algorithm.whiten_advantages
+    finished = group.whiten(indices, moments if whitens else None)
+    metrics = {
+        **reduce(add, [r.rewards for r in results]).named("critic/rewards"),
+        **Stats.of(batch.scores).named("critic/score"),
+        **reduce(add, [r.advantages for r in finished]).named("critic/advantages"),
+        **reduce(add, [r.returns for r in finished]).named("critic/returns"),
+    }
+    if config.needs_critic:
+        group.receive("critic", "returns", assignments["critic"], [r.returns_ref for r in finished])
+        residuals, returns = (
+            reduce(add, [r.residuals for r in finished]),
+            reduce(add, [r.return_moments for r in finished]),
+        )
+        metrics["critic/vf_explained_var"] = explained_variance(returns, residuals)
+    if kl.count:
+        metrics["actor/reward_kl_penalty"], metrics["actor/reward_kl_penalty_coeff"] = kl.mean, kl_coef
+    return moments, kl, metrics
+
+
+def _update(
+    learning: Learning, role: str, schedule: StepSchedule, batch: RolloutBatch, optimizer_steps: dict[str, int]
+) -> dict[str, float]:
+    own = _trained(learning.config, role).batch
+    denominators = []
+    for ranks in schedule.mini_batches:
+        counts = [batch.infos[i].num_loss_tokens for bins in ranks for indices in bins for i in indices]
+        denominators.append((sum(counts), sum(count > 0 for count in counts)))
+    per_step = learning.optimizer_steps(own)
+    plans = [
+        UpdatePlan(
+            mini_batches=[ranks[data] for ranks in schedule.mini_batches],
+            denominators=denominators,
+            first_step=optimizer_steps[role],
+            total_steps=per_step * learning.total_steps,
+        )
+        for data in range(learning.group.grids[role].data_parallel_size)
+    ]
+    metrics = learning.group.update(role, plans)
+    optimizer_steps[role] += per_step
+    return metrics

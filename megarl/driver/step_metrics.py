@@ -1,0 +1,92 @@
+"""A step's metrics from what the driver knows: lengths, scores, seconds, memory. Names as in verl, so that figures compare."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megarl.config import Config
+from megarl.driver.rollout import RolloutBatch
+from megarl.engines.flops import train_flops, train_flops_verl
+from megarl.metrics import length_metrics
+
+PER_TOKEN_STAGES = {
+    "gen": "response",
+    "ref": "all",
+    "values": "all",
+    "adv": "all",
+    "update_critic": "all",
+    "update_actor": "all",
+}
+"""Stages whose time is also given in ms a token, and which tokens count."""
+
+
+@dataclass(frozen=True)
+class Flops:
+    """What MFU needs: the models' shapes and the peak of one GPU (FLOP/s; None: no MFU is given)."""
+
+    hf_config: Any
+    peak: float | None
+
+
+def step_metrics(
+    config: Config, batch: RolloutBatch, seconds: Mapping[str, float], flops: Flops, memory: Mapping[str, float]
+) -> dict[str, float]:
+    """perf/*, timing_s/*, timing_per_token_ms/*, lengths, and how many rewards failed.
+
+    perf/throughput is in tokens per second and GPU, prompt and response tokens counted.
+    """
+    responses = [info.response_length for info in batch.infos]
+    prompts = [info.prompt_length for info in batch.infos]
+    tokens = {"all": batch.num_tokens, "response": sum(responses)}
+    ranks, total = config.cluster.num_ranks, seconds["step"]
+    metrics = {
+        **length_metrics("response_length", responses, config.data.max_response_length),
+        **length_metrics("prompt_length", prompts, config.data.max_prompt_length),
+        "response_length/aborted_ratio": float(np.mean([info.finish_reason == "abort" for info in batch.infos])),
+        "perf/total_num_tokens": float(batch.num_tokens),
+        "perf/time_per_step": total,
+        "perf/throughput": batch.num_tokens / (total * ranks),
+        "reward/failed": float(sum(info.reward_error is not None for info in batch.infos)),
+        **{f"perf/{name}": value for name, value in memory.items()},
+        **{f"timing_s/{stage}": value for stage, value in seconds.items()},
+    }
+    for stage, which in PER_TOKEN_STAGES.items():
+        if stage in seconds:
+            metrics[f"timing_per_token_ms/{stage}"] = 1e3 * seconds[stage] / max(tokens[which], 1)
+    return metrics | _mfu(config, batch.lengths, seconds, flops)
+
+
+def _mfu(config: Config, lengths: Sequence[int], seconds: Mapping[str, float], flops: Flops) -> dict[str, float]:
+    if flops.peak is None:
+        return {}
+    metrics = {}
+    for role, epochs, outputs in (
+        ("actor", config.actor.batch.epochs, flops.hf_config.vocab_size),
+        ("critic", config.critic.batch.epochs, 1),
+    ):
+        if f"update_{role}" in seconds:
+            available = seconds[f"update_{role}"] * flops.peak * config.cluster.num_ranks
+            metrics[f"perf/mfu/{role}"] = epochs * train_flops(flops.hf_config, lengths, outputs) / available
+            if role == "actor":
+                metrics["perf/mfu_verl/actor"] = epochs * train_flops_verl(flops.hf_config, lengths) / available
+    return metrics
+
+
+def validation_metrics(batch: RolloutBatch, n: int) -> dict[str, float]:
+    """val-core/<source>/reward/mean@n, best@n where n > 1, val-aux: std@n and the mean over all data."""
+    scores = np.array(batch.scores, np.float64).reshape(-1, n)
+    sources = np.array([batch.infos[group[0]].data_source for group in batch.groups])
+    metrics = {"val-aux/all/reward/mean": float(scores.mean())}
+    for source in sorted(set(sources)):
+        own = scores[sources == source]
+        metrics[f"val-core/{source}/reward/mean@{n}"] = float(own.mean())
+        if n > 1:
+            metrics[f"val-core/{source}/reward/best@{n}"] = float(own.max(1).mean())
+            metrics[f"val-aux/{source}/reward/std@{n}"] = float(own.std(1, ddof=1).mean())
+    lengths = [info.response_length for info in batch.infos]
+    metrics["val-aux/all/response_length/mean"] = float(np.mean(lengths))
+    return metrics

@@ -1,0 +1,471 @@
+"""One role under Megatron-Core: log-probs or values of packed micro-batches, one optimizer step over them, checkpoints.
+
+The way from a batch to the gradient: `train_step` -> Megatron's schedule -> `_forward_step` -> the model ->
+`_token_outputs` -> the loss function that was passed in.
+"""
+
+# ruff: noqa: E402
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megarl.compat.megatron_cpu import install
+from megarl.config import OptimizerConfig, ParallelConfig, RecomputeConfig
+from megarl.data.packing import PackedBatch, join_zigzag, split_zigzag
+from megarl.engines.residency import KINDS, Kind, Residency, flatten
+from megarl.parallel.device import device
+from megarl.parallel.groups import RoleGroups
+from megarl.parallel.vocab import DEFAULT_CHUNK_SIZE, fused_logprobs, vocab_parallel_logprobs
+from megarl.types import FloatArray
+
+install()
+
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.serialization import (
+    get_default_load_sharded_strategy,
+    get_default_save_sharded_strategy,
+)
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelLoadStrategyWrapper,
+    FullyParallelSaveStrategyWrapper,
+)
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from megarl.engines.optimizer import apply_gradients, build_optimizer, wrap_for_gradients
+from megarl.model.gpt import build_model, local_parameters, unwrapped, uses_fused_norms
+from megarl.model.hf_config import Precision, Role
+
+SHARDING = {
+    # Resharded freely between layouts; the cheaper one ("dp_reshardable") only between data-parallel sizes.
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "distrib_optim_fully_reshardable_mem_efficient": False,
+    "chained_optim_avoid_prefix": True,
+}
+
+
+@dataclass(frozen=True)
+class TokenOutputs:
+    """What the model says of each token of this context-parallel rank's part: float32 [T], differentiable.
+
+    At a position: the log-probability of its target (at the temperature that was passed), the entropy of that
+    distribution in nats, the critic's value."""
+
+    logprobs: torch.Tensor | None = None
+    entropy: torch.Tensor | None = None
+    values: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """What the loss needs of a micro-batch: this context-parallel rank's part, on the device."""
+
+    mask: torch.Tensor  # [T], bool
+    per_token: Mapping[str, torch.Tensor]  # each float32 [T]
+
+
+LossFunction = Callable[[TokenOutputs, TokenBatch], tuple[torch.Tensor, Mapping[str, torch.Tensor]]]
+"""(outputs, batch) -> (loss, sums). The loss is a scalar already divided by global counts (the divisors lie in
+per_token): gradients are summed over micro-batches, data and context parallel ranks. `sums` are scalars to be added up
+likewise; they have the same names for every micro-batch."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step did, the same on every rank."""
+
+    sums: dict[str, float]
+    """The loss function's sums, over all micro-batches of all ranks."""
+    grad_norm: float
+    """Global L2 norm before clipping."""
+    applied: bool
+    """False: the norm was not finite and nothing was changed."""
+
+
+@dataclass(frozen=True)
+class _MicroBatch:
+    """A micro-batch on the device: this context-parallel rank's part, the same on all tensor and pipeline ranks."""
+
+    number: int
+    tokens: torch.Tensor  # [1, T]
+    positions: torch.Tensor  # [1, T]
+    targets: torch.Tensor  # [T]
+    packed: PackedSeqParams
+    loss: TokenBatch
+
+
+class MegatronEngine:
+    """One role's model, and its optimizer if it trains. Construction and every method are collective over all ranks.
+
+    Several roles with different sizes live in the same processes; each call runs with the role's own process groups.
+
+    Args:
+        role: "actor" and "reference" give log-probs, "critic" gives values; the reference has no gradients.
+        hf_config: a transformers configuration (llama, qwen2, qwen3, mistral without sliding window).
+        parallel: the role's sizes.
+        precision: of parameters and activations; with bf16 the optimizer keeps float32 main parameters.
+        optimizer: None: the role does not train.
+        recompute: of activations in backward.
+        seed: of the random initial weights and the role's random trackers.
+        timeout: seconds after which a collective of the role's groups fails; None: torch's default.
+        chunk_size: tokens whose logits are held in float32 at once.
+        fused_output: never hold the logits of more than a chunk of tokens, at the price of one more product with the
+            output weight in backward. Forward-only passes are always fused: there it costs nothing.
+        overlap_grad_reduce: reduce gradients while backward still runs.
+
+    Raises ValueError when the model cannot be expressed or the sizes do not divide it or the world."""
+
+    def __init__(
+        self,
+        role: Role,
+        hf_config: Any,
+        parallel: ParallelConfig,
+        precision: Precision = "bf16",
+        optimizer: OptimizerConfig | None = None,
+        recompute: RecomputeConfig | None = None,
+        seed: int = 1,
+        timeout: float | None = None,
+        chunk_size: int = DEFAULT_CHUNK_SIZE,
+        fused_output: bool = True,
+        overlap_grad_reduce: bool = True,
+    ) -> None:
+        if role == "reference" and optimizer is not None:
+            raise ValueError("the reference does not train; give it no optimizer")
+        self.role = role
+        self.hf_config = hf_config
+        self.parallel = parallel
+        self.precision = precision
+        self.optimizer_config = optimizer
+        self.chunk_size = chunk_size
+        self.fused_output = fused_output
+        self.groups = RoleGroups.build(parallel, seed, timeout)
+        self.optimizer = None
+        with self.groups.activate():
+            self.chunks: list[Any] = list(build_model(hf_config, role, parallel, precision, recompute))
+            if optimizer is not None:
+                overlaps = overlap_grad_reduce and self.groups.data_and_context.size() > 1
+                self.chunks = list(wrap_for_gradients(self.chunks, optimizer.kind == "adam", overlaps))
+                self.optimizer = build_optimizer(self.chunks, optimizer, precision)
+            else:
+                flatten(parameter for chunk in self.chunks for parameter in chunk.parameters())
+        self.residency = Residency(
+            {
+                "parameters": lambda: self._parameter_tensors(),
+                "gradients": lambda: self._gradient_tensors(),
+                "optimizer": lambda: self._optimizer_tensors(),
+            }
+        )
+
+    # -------------------------------------------------------------------------------------------- computing
+
+    def forward(
+        self, micro_batches: Sequence[PackedBatch], temperature: float = 1.0, with_entropy: bool = False
+    ) -> list[dict[str, FloatArray]]:
+        """Per-token outputs without gradients: for each micro-batch, in order, {"logprobs": [T]} (and "entropy"), or
+        {"values": [T]} for the critic, in the batch's own token order; numbers at padding mean nothing.
+
+        All ranks of one copy of the model pass the same micro-batches and get the same result; ranks with other data
+        pass others, and may pass another number of them."""
+        names = self._output_names(with_entropy)
+
+        def keep(outputs: TokenOutputs, batch: TokenBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+            stacked = torch.stack([getattr(outputs, name) for name in names])
+            return stacked.new_zeros(()), {"outputs": stacked}
+
+        with self.groups.activate(), torch.no_grad():
+            for chunk in self.chunks:
+                chunk.eval()
+            kept = self._run_schedule(micro_batches, keep, temperature, with_entropy, forward_only=True)
+            local_lengths = [batch.num_tokens // self.parallel.context for batch in micro_batches]
+            flat = torch.empty(len(names), sum(local_lengths), dtype=torch.float32, device=device())
+            if self.groups.is_last_stage:
+                torch.cat([kept[number]["outputs"] for number in range(len(micro_batches))], dim=1, out=flat)
+            of_rank = self._share_outputs(flat)
+        parts = [np.split(part, np.cumsum(local_lengths)[:-1], axis=1) for part in of_rank]
+        return [
+            {
+                name: join_zigzag([part[number][row] for part in parts], batch.cu_seqlens)
+                for row, name in enumerate(names)
+            }
+            for number, batch in enumerate(micro_batches)
+        ]
+
+    def train_step(
+        self,
+        micro_batches: Sequence[PackedBatch],
+        loss: LossFunction,
+        lr: float,
+        temperature: float = 1.0,
+        with_entropy: bool = False,
+    ) -> StepResult:
+        """One optimizer step over the micro-batches of this rank's copy of the model; see `LossFunction`.
+
+        The number of micro-batches is the same on all ranks, and a multiple of the pipeline size with virtual pipeline.
+
+        Raises ValueError when the role has no optimizer or the micro-batches do not fit the layout."""
+        if self.optimizer is None or self.optimizer_config is None:
+            raise ValueError(f"the {self.role} was built without an optimizer, so it cannot train")
+        with self.groups.activate():
+            for chunk in self.chunks:
+                chunk.train()
+                chunk.zero_grad_buffer()
+            kept = self._run_schedule(micro_batches, loss, temperature, with_entropy, forward_only=False)
+            sums = self._sum_over_ranks([kept[number] for number in sorted(kept)])
+            grad_norm, applied = apply_gradients(self.optimizer, self.optimizer_config, lr)
+        return StepResult(sums, grad_norm, applied)
+
+    def _run_schedule(
+        self,
+        micro_batches: Sequence[PackedBatch],
+        loss: LossFunction,
+        temperature: float,
+        with_entropy: bool,
+        forward_only: bool,
+    ) -> dict[int, Mapping[str, torch.Tensor]]:
+        """Send the micro-batches through Megatron's pipeline schedule. Gives, on the last stage, the loss function's
+        sums for each micro-batch; nothing elsewhere."""
+        if not micro_batches:
+            raise ValueError("there are no micro-batches; a rank without samples passes a dummy one")
+        if self.parallel.virtual_pipeline > 1 and len(micro_batches) % self.parallel.pipeline:
+            raise ValueError(
+                f"{len(micro_batches)} micro-batches do not divide by pipeline {self.parallel.pipeline}, as "
+                f"virtual_pipeline {self.parallel.virtual_pipeline} needs; add dummy ones"
+            )
+        for chunk in self.chunks:
+            unwrapped(chunk).stops_at_hidden = self.role != "critic" and (self.fused_output or forward_only)
+        prepared = [self._prepare(number, batch) for number, batch in enumerate(micro_batches)]
+        kept: dict[int, Mapping[str, torch.Tensor]] = {}
+        forward_step = partial(
+            self._forward_step, kept=kept, loss=loss, temperature=temperature, with_entropy=with_entropy
+        )
+        get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=[iter(prepared) for _ in self.chunks],
+            model=self.chunks,
+            num_microbatches=len(prepared),
+            seq_length=max(micro_batch.tokens.shape[1] for micro_batch in prepared),
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+        return kept
+
+    def _forward_step(
+        self,
+        iterator: Iterator[_MicroBatch],
+        chunk: Any,
+        kept: dict[int, Mapping[str, torch.Tensor]],
+        loss: LossFunction,
+        temperature: float,
+        with_entropy: bool,
+    ) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
+        """What Megatron's schedule calls for each micro-batch and chunk; the closure is called on the last stage
+        only."""
+        batch = next(iterator)
+        output = chunk(batch.tokens, batch.positions, None, packed_seq_params=batch.packed)
+
+        def close(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+            outputs = self._token_outputs(chunk, output, batch.targets, temperature, with_entropy)
+            value, sums = loss(outputs, batch.loss)
+            kept[batch.number] = {name: tensor.detach() for name, tensor in sums.items()}
+            if torch.is_grad_enabled() and not value.requires_grad:
+                # A micro-batch without loss tokens: backward must run all the same, for the other ranks wait for it.
+                value = value + 0.0 * output.sum()
+            # The schedule empties the storage of what it gets (deallocate_pipeline_outputs), so it gets its own. A
+            # count of zero, because the loss comes divided.
+            return value.clone(), torch.zeros((), dtype=torch.int, device=value.device), None
+
+        return output, close
+
+    def _token_outputs(
+        self, chunk: Any, output: torch.Tensor, targets: torch.Tensor, temperature: float, with_entropy: bool
+    ) -> TokenOutputs:
+        """output: the critic's values [1, T, 1]; else hidden states, or logits [1, T, V / tensor]."""
+        if self.role == "critic":
+            return TokenOutputs(values=output[0, :, 0].float())
+        model = unwrapped(chunk)
+        rest = (self.groups.tensor, temperature, self.hf_config.vocab_size, self.chunk_size, with_entropy)
+        if model.stops_at_hidden:
+            found = fused_logprobs(model.whole_hidden(output), model.output_weight, targets, *rest)
+        else:
+            found = vocab_parallel_logprobs(output[0], targets, *rest)
+        return TokenOutputs(logprobs=found.logprobs, entropy=found.entropy)
+
+    def _output_names(self, with_entropy: bool) -> list[str]:
+        if self.role == "critic":
+            return ["values"]
+        return ["logprobs", "entropy"] if with_entropy else ["logprobs"]
+
+    def _prepare(self, number: int, batch: PackedBatch) -> _MicroBatch:
+        """This context rank's part, on the device.
+
+        Padding at the end of a sequence counts as part of it: attention is causal, so no real token sees it, and the
+        kernels that know nothing of padding are the fast ones."""
+        multiple = self.parallel.sequence_multiple
+        wrong = np.flatnonzero(np.diff(batch.cu_seqlens) % multiple)
+        if len(wrong):
+            padded = np.diff(batch.cu_seqlens)[wrong[0]]
+            raise ValueError(
+                f"micro-batch {number}, sequence {wrong[0]}: {padded} tokens with padding are no multiple of "
+                f"{multiple}, which {self.parallel} needs; pack with multiple={multiple}"
+            )
+        size, rank = self.parallel.context, self.groups.coordinates.context
+
+        def part(array: np.ndarray[Any, Any]) -> torch.Tensor:
+            own = np.ascontiguousarray(split_zigzag(array, batch.cu_seqlens, size, rank))
+            return torch.tensor(own).to(device(), non_blocking=True)
+
+        cu_seqlens = torch.tensor(batch.cu_seqlens, dtype=torch.int32).to(device(), non_blocking=True)
+        longest = int(np.diff(batch.cu_seqlens).max())
+        # Transformer Engine wants the padded bounds too under context parallel, and compares them (a wait for the GPU)
+        # if it has them.
+        padded = cu_seqlens if size > 1 else None
+        return _MicroBatch(
+            number=number,
+            tokens=part(batch.tokens)[None],
+            positions=part(batch.positions)[None],
+            targets=part(batch.targets),
+            packed=PackedSeqParams(
+                qkv_format="thd",
+                cu_seqlens_q=cu_seqlens,
+                cu_seqlens_kv=cu_seqlens,
+                cu_seqlens_q_padded=padded,
+                cu_seqlens_kv_padded=padded,
+                max_seqlen_q=longest,
+                max_seqlen_kv=longest,
+            ),
+            loss=TokenBatch(
+                mask=part(batch.mask), per_token={name: part(array) for name, array in batch.per_token.items()}
+            ),
+        )
+
+    def _share_outputs(self, flat: torch.Tensor) -> list[FloatArray]:
+        """From the last stage to all, and joined over context: [rows, T / context] to one array for each context
+        rank."""
+        if self.parallel.pipeline > 1:
+            dist.broadcast(flat, src=dist.get_process_group_ranks(self.groups.pipeline)[-1], group=self.groups.pipeline)
+        parts = [flat]
+        if self.parallel.context > 1:
+            parts = [torch.empty_like(flat) for _ in range(self.parallel.context)]
+            dist.all_gather(parts, flat, group=self.groups.context)
+        return [part.cpu().numpy() for part in parts]
+
+    def _sum_over_ranks(self, sums: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, float]:
+        """The loss function's sums over micro-batches, data and context ranks, made known to all pipeline stages."""
+        names = list(sums[0]) if sums else []
+        if self.parallel.pipeline > 1:
+            source = dist.get_process_group_ranks(self.groups.pipeline)[-1]
+            boxed = [names]
+            dist.broadcast_object_list(boxed, src=source, group=self.groups.pipeline, device=device())
+            names = boxed[0]
+        if not names:
+            return {}
+        totals = torch.zeros(len(names), dtype=torch.float64, device=device())
+        for of_batch in sums:
+            totals += torch.stack([of_batch[name].double() for name in names])
+        if self.groups.is_last_stage:
+            dist.all_reduce(totals, group=self.groups.data_and_context)
+        if self.parallel.pipeline > 1:
+            dist.broadcast(totals, src=source, group=self.groups.pipeline)
+        return dict(zip(names, totals.tolist(), strict=True))
+
+    # -------------------------------------------------------------------------------------------- weights
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """This rank's current parameters by name (see `model.gpt.local_parameters`), sharing memory with the model:
+        weights may be copied into them; then call `mark_weights_loaded`.
+
+        Raises RuntimeError while they are released."""
+        if self.residency.is_released("parameters"):
+            raise RuntimeError(f"the {self.role}'s parameters are off the device; call resume(['parameters']) first")
+        return {name: parameter.data for name, parameter in local_parameters(self.chunks).items()}
+
+    @property
+    def uses_fused_norms(self) -> bool:
+        """Whether a layer's norms go by the names of Transformer Engine's fused layers."""
+        return uses_fused_norms(self.chunks)
+
+    def mark_weights_loaded(self) -> None:
+        """New weights were copied into `parameters()`: bring the optimizer's float32 main parameters up to date."""
+        if self.optimizer is not None:
+            with torch.no_grad():
+                self.optimizer.reload_model_params()
+
+    # -------------------------------------------------------------------------------------------- residency
+
+    def release(self, kinds: Collection[Kind] = KINDS) -> None:
+        """Take these kinds off the GPU, to pinned memory; gradients are dropped. On the CPU nothing happens."""
+        self.residency.release(kinds)
+
+    def resume(self, kinds: Collection[Kind] = KINDS) -> None:
+        """Bring these kinds back, as they were; gradients as zeros."""
+        self.residency.resume(kinds)
+
+    def resident(self, kinds: Collection[Kind] = KINDS) -> contextlib.AbstractContextManager[None]:
+        """These kinds are on the GPU inside; those that were not leave again."""
+        return self.residency.resident(kinds)
+
+    def _parameter_tensors(self) -> Iterator[torch.Tensor]:
+        return (parameter.data for chunk in self.chunks for parameter in chunk.parameters())
+
+    def _gradient_tensors(self) -> Iterator[torch.Tensor]:
+        for chunk in self.chunks if self.optimizer is not None else ():
+            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+                yield buffer.grad_data
+
+    def _optimizer_tensors(self) -> Iterator[torch.Tensor]:
+        for inner in self.optimizer.chained_optimizers if self.optimizer is not None else ():
+            for group in inner.optimizer.param_groups:
+                for parameter in group["params"]:
+                    yield parameter.data
+                    yield from (state for state in inner.optimizer.state[parameter].values() if torch.is_tensor(state))
+
+    # -------------------------------------------------------------------------------------------- checkpoints
+
+    def save(self, folder: str) -> None:
+        """Write model and optimizer into `folder`, which must not hold another checkpoint. Collective; all ranks see
+        the same file system. A later `load` may have other parallel sizes."""
+        if dist.get_rank() == 0:
+            os.makedirs(folder, exist_ok=True)
+        dist.barrier()
+        with self.groups.activate(), self.resident(), torch.no_grad():
+            strategy = FullyParallelSaveStrategyWrapper(
+                get_default_save_sharded_strategy("torch_dist"), self.groups.data_and_context
+            )
+            state = self._sharded_state(is_loading=False)
+            dist_checkpointing.save(state, folder, sharded_strategy=strategy, content_metadata=SHARDING)
+
+    def load(self, folder: str) -> None:
+        """Bring back what `save` wrote; training goes on as if it had not been interrupted. Collective.
+
+        Raises FileNotFoundError when `folder` holds no checkpoint."""
+        if not os.path.isfile(os.path.join(folder, "metadata.json")):
+            raise FileNotFoundError(f"no checkpoint of the {self.role} in {folder}")
+        with self.groups.activate(), self.resident(), torch.no_grad():
+            strategy = FullyParallelLoadStrategyWrapper(
+                get_default_load_sharded_strategy(folder), self.groups.data_and_context
+            )
+            state = dist_checkpointing.load(self._sharded_state(is_loading=True), folder, sharded_strategy=strategy)
+            for number, chunk in enumerate(self.chunks):
+                unwrapped(chunk).load_state_dict(state["model"][f"chunk_{number}"])
+            if self.optimizer is not None:
+                self.optimizer.load_state_dict(state["optimizer"])
+
+    def _sharded_state(self, is_loading: bool) -> dict[str, Any]:
+        metadata = {**SHARDING, "dp_cp_group": self.groups.data_and_context}
+        model = {
+            f"chunk_{number}": unwrapped(chunk).sharded_state_dict(metadata=metadata)
+            for number, chunk in enumerate(self.chunks)
+        }
+        state: dict[str, Any] = {"model": model}
+        if self.optimizer is not None:
+            state["optimizer"] = self.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
+        return state

@@ -1,0 +1,72 @@
+"""What the actor and the critic minimise: the loss closures that Megatron's schedule calls, around the pure loss functions.
+
+Every per-token number they need comes packed with the micro-batch: `loss_weight` is the token's share of the loss over all ranks
+(algorithms/aggregation.py), `token_weight` is 1 / loss tokens of the mini-batch over all ranks, for metrics that are token means.
+So each sum here, added over micro-batches and ranks, is the global figure.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from megarl.algorithms.kl import kl_estimate
+from megarl.algorithms.losses import policy_loss, value_loss
+from megarl.config import ActorConfig, CriticConfig
+from megarl.engines.megatron import LossFunction, TokenBatch, TokenOutputs
+
+Sums = dict[str, torch.Tensor]
+
+
+def policy_objective(config: ActorConfig) -> LossFunction:
+    """PPO's clipped loss, less the entropy bonus, plus the KL to the reference where the config asks for it.
+
+    Per token: old_logprobs, advantages, loss_weight, token_weight, and reference_logprobs for the KL.
+    """
+
+    def objective(outputs: TokenOutputs, batch: TokenBatch) -> tuple[torch.Tensor, Sums]:
+        assert outputs.logprobs is not None, "the actor's engine gives log-probs"
+        given, mask = batch.per_token, batch.mask
+        weight, token_weight = given["loss_weight"] * mask, given["token_weight"] * mask
+        # Where a token does not count, its old log-prob is 0 and its own is anything: keep infinities out of the ratio.
+        logprobs = torch.where(mask, outputs.logprobs, 0.0)
+        policy = policy_loss(
+            logprobs, given["old_logprobs"], given["advantages"], config.clip_low, config.clip_high, config.dual_clip
+        )
+        loss = (policy.loss * weight).sum()
+        sums = {
+            "actor/pg_loss": loss.detach(),
+            "actor/pg_clipfrac": (policy.clipped * token_weight).sum(),
+            "actor/pg_clipfrac_lower": (policy.clipped_low * token_weight).sum(),
+            "actor/ppo_kl": (policy.kl * token_weight).sum(),
+        }
+        if outputs.entropy is not None:
+            entropy = torch.where(mask, outputs.entropy, 0.0)
+            sums["actor/entropy"] = (entropy.detach() * token_weight).sum()
+            loss = loss - config.entropy_coef * (entropy * weight).sum()
+        if config.kl_loss_coef > 0:
+            kl = kl_estimate(config.kl_loss_kind, logprobs, given["reference_logprobs"])
+            sums["actor/kl_loss"] = (kl.detach() * token_weight).sum()
+            loss = loss + config.kl_loss_coef * (kl * weight).sum()
+        return loss, sums
+
+    return objective
+
+
+def value_objective(config: CriticConfig) -> LossFunction:
+    """The clipped squared error of the values. Per token: old_values, returns, loss_weight, token_weight."""
+
+    def objective(outputs: TokenOutputs, batch: TokenBatch) -> tuple[torch.Tensor, Sums]:
+        assert outputs.values is not None, "the critic's engine gives values"
+        given, mask = batch.per_token, batch.mask
+        weight, token_weight = given["loss_weight"] * mask, given["token_weight"] * mask
+        values = torch.where(mask, outputs.values, 0.0)
+        value = value_loss(values, given["old_values"], given["returns"], config.value_clip)
+        loss = (value.loss * weight).sum()
+        sums = {
+            "critic/vf_loss": loss.detach(),
+            "critic/vf_clipfrac": (value.clipped * token_weight).sum(),
+            "critic/vpred_mean": (values.detach() * token_weight).sum(),
+        }
+        return loss, sums
+
+    return objective

@@ -1,0 +1,677 @@
+"""One SGLang replica, hosted by the calling process: generation, weight updates, sleeping.
+
+SGLang runs its schedulers in child processes, and a scheduler that fails signals its parent: give the engine a process
+of its own (a Ray actor), and build it in that process's main thread, so that the failure becomes an exception here,
+with the end of SGLang's log. Methods may be called from any thread; they wait with a deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import difflib
+import inspect
+import logging
+import os
+import queue
+import shutil
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+import numpy as np
+import psutil
+
+from megarl.compat import sglang_cpu
+from megarl.reshard import transports
+from megarl.types import FinishReason, GenerationRequest, GenerationResult
+
+if TYPE_CHECKING:
+    from megarl.config import RolloutConfig
+
+T = TypeVar("T")
+
+DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
+
+WAKE_TAGS = ("weights", "kv_cache")
+
+LOADERS = {
+    name: f"{transports.__name__}.{name}" for name in ("load_regions", "checksum_regions", "describe_parameters")
+}
+
+CONTEXT_SLACK = 8
+"""SGLang keeps a few positions of its context for itself: max_length tokens need that many more."""
+
+CPU_MAX_RUNNING = 256
+CPU_MAX_TOKENS = 1 << 18
+"""Without a GPU: bounds of the batch and of the KV cache, which is committed as it is used."""
+
+POLL_SECONDS = 0.5
+LOG_TAIL_LINES = 40
+LOG_TAIL_WIDTH = 500
+
+
+class SGLangEngine:
+    """A tensor-parallel SGLang replica: tokens in, tokens out."""
+
+    def __init__(
+        self,
+        model_path: str,
+        tensor_size: int,
+        rollout: RolloutConfig,
+        precision: Literal["bf16", "fp32"],
+        max_length: int,
+        *,
+        seed: int,
+        device: Literal["cpu", "cuda"],
+        base_gpu_id: int | None = None,
+        load_weights: bool = True,
+        trust_remote_code: bool = False,
+        log_file: str | None = None,
+        deadline: float = 600.0,
+    ) -> None:
+        """Start the replica and wait until it is ready.
+
+        Args:
+            max_length: tokens of the longest prompt and answer together.
+            base_gpu_id: GPU of the first tensor-parallel rank, as this process numbers them; the others follow.
+            load_weights: False starts with random weights: they come by sync.
+            log_file: takes all that SGLang prints; without it, warnings and errors go to stderr.
+            deadline: seconds that any call may take.
+
+        Raises:
+            ValueError: an option that SGLang does not know, with the nearest one that it does.
+            RuntimeError: SGLang did not start; with the end of its log.
+        """
+        self.tensor_size = tensor_size
+        self.max_length = max_length
+        self.sleeps = device == "cuda" and rollout.sglang.sleep
+        self.deadline = deadline
+        self.log_file = log_file
+        self.weight_version = 0
+        self._asleep: set[str] = set()
+        self._in_session = False
+        self._processes: list[psutil.Process] = []
+        engine_class = sglang_cpu.engine_class()
+        from sglang.srt.server_args import ServerArgs
+
+        known = list(inspect.signature(ServerArgs).parameters)
+        options = server_options(
+            model_path,
+            tensor_size,
+            rollout,
+            precision,
+            max_length,
+            seed=seed,
+            device=device,
+            known=known,
+            base_gpu_id=base_gpu_id,
+            load_weights=load_weights,
+            trust_remote_code=trust_remote_code,
+            log_level="info" if log_file else "warning",
+        )
+        self._replies = tempfile.mkdtemp(prefix="megarl-sglang-")
+        before = set(psutil.Process().children(recursive=True))
+        try:
+            with _environment(environment_options(device, tensor_size)), _host_logging(log_file):
+                self._engine = engine_class(**options, custom_sigquit_handler=_ignore_child_failure)
+        except Exception as error:
+            self._processes = [p for p in psutil.Process().children(recursive=True) if p not in before]
+            self.shutdown()
+            raise RuntimeError(f"SGLang did not start: {error}{self._log_tail()}") from error
+        self._processes = [p for p in psutil.Process().children(recursive=True) if p not in before]
+        # SGLang's own shutdown kills every child of this process, also those that are not SGLang's.
+        atexit.unregister(self._engine.shutdown)
+        atexit.register(self.shutdown)
+        self._watched = [p for p in self._processes if _is_worker(p)]
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="sglang-engine", daemon=True)
+        self._thread.start()
+
+    # -------------------------------------------------------------------------------------------- generation
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
+        """One answer a request, in the order of the requests; all are in flight at once.
+
+        Raises:
+            RuntimeError: SGLang refused a request (with its reason; the others are aborted), or died.
+        """
+        by_uid = {result.uid: result for result in self.stream(requests)}
+        return [by_uid[request.uid] for request in requests]
+
+    def stream(self, requests: Sequence[GenerationRequest]) -> Iterator[GenerationResult]:
+        """The same answers, each as it ends. Closing the iterator aborts those that have not.
+
+        Raises:
+            ValueError: two requests with one uid, an empty prompt, or more tokens than max_length.
+            RuntimeError: as `generate`.
+        """
+        check_requests(requests, self.max_length)
+        if self._asleep:
+            raise RuntimeError(f"the engine sleeps ({', '.join(sorted(self._asleep))} released); wake it first")
+        self._check_alive("generate")
+        answers: queue.SimpleQueue[GenerationResult | Exception] = queue.SimpleQueue()
+        flight = uuid.uuid4().hex
+        future = self._submit(self._fly(requests, flight, answers.put))
+        try:
+            for _ in requests:
+                answer = self._next_answer(answers)
+                if isinstance(answer, Exception):
+                    raise answer
+                yield answer
+        finally:
+            if not future.done() and self.is_alive:
+                self._loop.call_soon_threadsafe(self._abort_flight, flight, len(requests))
+
+    def abort_all(self) -> None:
+        """End every request in flight; each is answered with what it has, finish_reason "abort"."""
+
+        async def abort() -> None:
+            self._engine.tokenizer_manager.abort_request(abort_all=True)
+
+        self._call(abort(), "abort_all")
+
+    async def _fly(
+        self, requests: Sequence[GenerationRequest], flight: str, put: Callable[[GenerationResult | Exception], None]
+    ) -> None:
+        from sglang.srt.managers.io_struct import GenerateReqInput
+
+        async def one(index: int, request: GenerationRequest) -> None:
+            try:
+                asked = GenerateReqInput(
+                    input_ids=[int(t) for t in request.prompt_ids],
+                    sampling_params=sampling_options(request),
+                    return_logprob=True,
+                    rid=f"{flight}-{index}",
+                )
+                output = await anext(self._engine.tokenizer_manager.generate_request(asked, None))
+                put(parse_output(request.uid, output, self.weight_version))
+            except Exception as error:
+                # FastAPI's HTTPException holds the reason in detail and has an empty str().
+                reason = getattr(error, "detail", None) or str(error) or type(error).__name__
+                put(RuntimeError(f"SGLang refused request {request.uid}: {reason}"))
+
+        await asyncio.gather(*(one(i, request) for i, request in enumerate(requests)))
+
+    def _next_answer(self, answers: queue.SimpleQueue[T]) -> T:
+        while True:
+            try:
+                return answers.get(timeout=POLL_SECONDS)
+            except queue.Empty:
+                self._check_alive("generate")
+
+    def _abort_flight(self, flight: str, count: int) -> None:
+        for index in range(count):
+            self._engine.tokenizer_manager.abort_request(rid=f"{flight}-{index}")
+
+    # -------------------------------------------------------------------------------------------- weights
+
+    def parameter_shapes(self) -> list[dict[str, transports.ParameterInfo]]:
+        """Per tensor-parallel rank the names, shapes and dtypes of SGLang's own parameters."""
+        replies = self._run_loader("describe_parameters", transports.describe_envelope)
+        return [transports.parse_description(reply) for reply in replies]
+
+    @contextlib.contextmanager
+    def update_session(self) -> Iterator[None]:
+        """Holds SGLang's weight-update session open, for several buckets and a checksum; each opens its own otherwise.
+
+        From 0.5.18 or so on SGLang takes weights only inside one; before, there is none and this does nothing.
+        """
+        if self._in_session or not hasattr(self._engine, "begin_weight_update"):
+            yield
+            return
+        from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput, EndWeightUpdateReqInput
+
+        manager = self._engine.tokenizer_manager
+        begin, end = BeginWeightUpdateReqInput(selector="all"), EndWeightUpdateReqInput()
+        _require_success(self._call(manager.begin_weight_update(begin, None), "begin_weight_update"))
+        self._in_session = True
+        try:
+            yield
+        finally:
+            self._in_session = False
+            if self.is_alive:
+                _require_success(self._call(manager.end_weight_update(end, None), "end_weight_update"))
+
+    def load_bucket(self, payloads: Sequence[bytes], version: int | None = None) -> None:
+        """Copy a bucket into SGLang's parameters: a payload of `transports.serialise_bucket` per tensor-parallel rank.
+
+        The KV cache keeps what the old weights computed: call `flush_cache` after the last bucket.
+
+        Args:
+            version: stamped on the engine afterwards; give it with the last bucket.
+
+        Raises:
+            RuntimeError: a rank could not take a region; names the rank and the parameter. Nothing of that rank's
+                bucket was written then.
+        """
+        self._run_loader("load_regions", transports.bucket_envelope, payloads)
+        if version is not None:
+            self.set_version(version)
+
+    def checksums(self, regions: Sequence[Sequence[transports.ChecksumRegion]]) -> list[list[int]]:
+        """Sums of regions of SGLang's own parameters: for each tensor-parallel rank its regions', in their order.
+
+        Raises:
+            RuntimeError: a rank has no such region; names the rank and the parameter.
+        """
+        return self._run_loader("checksum_regions", transports.checksum_envelope, regions)
+
+    def set_version(self, version: int) -> None:
+        """Stamp the weights; answers that end from now on carry it."""
+        stamp = self._engine.tokenizer_manager
+
+        async def update() -> None:
+            if hasattr(stamp, "update_weight_version"):
+                from sglang.srt.managers.io_struct import UpdateWeightVersionReqInput
+
+                await stamp.update_weight_version(
+                    UpdateWeightVersionReqInput(new_version=str(version), abort_all_requests=False)
+                )
+            else:
+                stamp._update_weight_version_if_provided(str(version))
+
+        self._call(update(), "set_version")
+        self.weight_version = version
+
+    def _run_loader(
+        self, loader: str, envelope: Callable[..., str], per_rank: Sequence[Any] | None = None
+    ) -> list[Any]:
+        """Run one of transports' loaders in every tensor-parallel rank and return what each answered."""
+        import torch
+        from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
+        from sglang.srt.utils import MultiprocessingSerializer
+
+        if per_rank is not None and len(per_rank) != self.tensor_size:
+            raise ValueError(f"{loader}: {len(per_rank)} payloads for {self.tensor_size} tensor-parallel ranks")
+        call = uuid.uuid4().hex
+        replies = [os.path.join(self._replies, f"{call}-{rank}") for rank in range(self.tensor_size)]
+        arguments = [()] * self.tensor_size if per_rank is None else [(a,) for a in per_rank]
+        names = [envelope(reply, *argument) for reply, argument in zip(replies, arguments, strict=True)]
+        update = UpdateWeightsFromTensorReqInput(
+            # SGLang wants a tensor with each name; an empty one needs no shared memory.
+            serialized_named_tensors=[MultiprocessingSerializer.serialize([(n, torch.empty(0))]) for n in names],
+            load_format=LOADERS[loader],
+            # A flush that SGLang refuses inside an update kills its scheduler (0.5.17).
+            flush_cache=False,
+        )
+        with self.update_session():
+            _require_success(
+                self._call(self._engine.tokenizer_manager.update_weights_from_tensor(update, None), loader)
+            )
+        return [self._read_reply(loader, rank, reply) for rank, reply in enumerate(replies)]
+
+    def _read_reply(self, loader: str, rank: int, path: str) -> Any:
+        try:
+            return transports.read_reply(path)
+        except RuntimeError as error:
+            raise RuntimeError(f"{loader} failed in tensor-parallel rank {rank}: {error}") from error
+
+    # -------------------------------------------------------------------------------------------- memory
+
+    def sleep(self) -> None:
+        """Release the GPU memory of weights and KV cache. The weights' content is lost: wake, then sync.
+
+        Does nothing without a GPU, or with rollout.sglang.sleep off.
+
+        Raises:
+            RuntimeError: answers are in flight.
+        """
+        tags = [tag for tag in WAKE_TAGS if tag not in self._asleep]
+        if not self.sleeps or not tags:
+            return
+        from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
+
+        # SGLang asserts that it is idle, in the scheduler; a cache that can be flushed says so without that risk.
+        self.flush_cache()
+        request = ReleaseMemoryOccupationReqInput(tags=tags)
+        self._call(self._engine.tokenizer_manager.release_memory_occupation(request, None), "sleep")
+        self._asleep.update(tags)
+
+    def wake(self, tags: Sequence[str] = WAKE_TAGS) -> None:
+        """Take back the memory of "weights" or "kv_cache", or both. What is awake stays so."""
+        from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
+
+        released = [tag for tag in tags if tag in self._asleep]
+        if not released:
+            return
+        request = ResumeMemoryOccupationReqInput(tags=released)
+        self._call(self._engine.tokenizer_manager.resume_memory_occupation(request, None), "wake")
+        self._asleep.difference_update(released)
+
+    def flush_cache(self, patience: float = 10.0) -> None:
+        """Forget the KV cache of all prefixes.
+
+        Raises:
+            RuntimeError: SGLang still works on requests after `patience` seconds.
+        """
+        end = time.monotonic() + patience
+        while True:
+            answer = self._call(self._engine.tokenizer_manager.flush_cache(), "flush_cache")
+            if answer.success:
+                return
+            if time.monotonic() > end:
+                raise RuntimeError(
+                    f"SGLang is not idle after {patience:g} s: {answer.message or 'requests are in flight'}; "
+                    "wait for them or call abort_all"
+                )
+            time.sleep(0.02)
+
+    # -------------------------------------------------------------------------------------------- life
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether every process of SGLang runs."""
+        return bool(self._processes) and all(_runs(process) for process in self._watched)
+
+    def shutdown(self, deadline: float = 30.0) -> None:
+        """End SGLang's processes and wait until they are gone. May be called twice.
+
+        Raises:
+            RuntimeError: a process is still there after `deadline` seconds.
+        """
+        engine = getattr(self, "_engine", None)
+        watchdog = getattr(getattr(engine, "tokenizer_manager", None), "_subprocess_watchdog", None)
+        if watchdog is not None:
+            watchdog.stop()
+        processes = {p for process in self._processes for p in _tree(process)}
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        _, left = psutil.wait_procs(processes, timeout=deadline)
+        self._processes = []
+        if hasattr(self, "_loop"):
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(timeout=5)
+        for path in _socket_files(getattr(engine, "port_args", None)):
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+        shutil.rmtree(self._replies, ignore_errors=True)
+        atexit.unregister(self.shutdown)
+        if left:
+            raise RuntimeError(f"SGLang's processes {sorted(p.pid for p in left)} did not end in {deadline:g} s")
+
+    def _submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def _call(self, coroutine: Coroutine[Any, Any, T], what: str) -> T:
+        """Run a coroutine of SGLang's on the engine's loop, and notice when SGLang dies or takes too long."""
+        self._check_alive(what, coroutine)
+        future = self._submit(coroutine)
+        end = time.monotonic() + self.deadline
+        while True:
+            try:
+                return future.result(timeout=POLL_SECONDS)
+            except TimeoutError:
+                if future.done():
+                    raise
+                self._check_alive(what)
+                if time.monotonic() > end:
+                    future.cancel()
+                    raise RuntimeError(
+                        f"SGLang did not answer {what} in {self.deadline:g} s{self._log_tail()}"
+                    ) from None
+
+    def _check_alive(self, what: str, unstarted: Coroutine[Any, Any, Any] | None = None) -> None:
+        if not self.is_alive:
+            if unstarted is not None:
+                unstarted.close()
+            raise RuntimeError(f"{what}: SGLang has died, or was shut down{self._log_tail()}")
+
+    def _log_tail(self) -> str:
+        if self.log_file is None or not os.path.exists(self.log_file):
+            return ""
+        with open(self.log_file, encoding="utf-8", errors="replace") as file:
+            lines = [line[:LOG_TAIL_WIDTH].rstrip() for line in file.readlines()[-LOG_TAIL_LINES:]]
+        return "\n".join(["", f"--- the end of {self.log_file}:", *lines])
+
+
+# ------------------------------------------------------------------------------------------------ pure parts
+
+
+def server_options(
+    model_path: str,
+    tensor_size: int,
+    rollout: RolloutConfig,
+    precision: str,
+    max_length: int,
+    *,
+    seed: int,
+    device: str,
+    known: Sequence[str],
+    base_gpu_id: int | None = None,
+    load_weights: bool = True,
+    trust_remote_code: bool = False,
+    log_level: str = "warning",
+) -> dict[str, Any]:
+    """SGLang's ServerArgs for one replica.
+
+    Args:
+        known: the fields of this SGLang's ServerArgs. Names differ between versions; of ours, those that it lacks are
+            left out, while a user's own (rollout.sglang.options, merged last) must be known.
+
+    Raises:
+        ValueError: an unknown name in rollout.sglang.options, with the nearest known one.
+    """
+    for name in rollout.sglang.options:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise ValueError(f"rollout.sglang.options.{name}: this SGLang has no such option{hint}")
+    options: dict[str, Any] = {
+        "model_path": model_path,
+        "tp_size": tensor_size,
+        "dtype": DTYPES[precision],
+        "context_length": max_length + CONTEXT_SLACK,
+        "random_seed": seed,
+        "trust_remote_code": trust_remote_code,
+        "skip_tokenizer_init": True,  # tokens in, tokens out
+        "skip_server_warmup": True,
+        "load_format": "auto" if load_weights else "dummy",  # dummy reads nothing: weights come by sync
+        "custom_weight_loader": list(LOADERS.values()),
+        "weight_version": "0",
+        "log_level": log_level,
+        "device": device,
+    }
+    options |= _cuda_options(rollout, base_gpu_id) if device == "cuda" else _cpu_options(rollout, max_length)
+    if rollout.sglang.attention_backend is not None:
+        options["attention_backend"] = rollout.sglang.attention_backend
+    return {name: value for name, value in options.items() if name in known} | dict(rollout.sglang.options)
+
+
+def _cuda_options(rollout: RolloutConfig, base_gpu_id: int | None) -> dict[str, Any]:
+    sglang = rollout.sglang
+    return {
+        "base_gpu_id": base_gpu_id or 0,
+        "mem_fraction_static": sglang.memory_fraction,
+        "max_running_requests": sglang.max_running_requests,
+        "enable_memory_saver": sglang.sleep,
+        "disable_prefill_cuda_graph": True,  # capturing them takes 68 s of a start of 114 s (0.5.17, H200)
+        "cuda_graph_max_bs_decode": sglang.cuda_graph_max_batch,
+        "cuda_graph_max_bs": sglang.cuda_graph_max_batch,  # its name before 0.5.17
+    }
+
+
+def _cpu_options(rollout: RolloutConfig, max_length: int) -> dict[str, Any]:
+    running = min(rollout.sglang.max_running_requests, CPU_MAX_RUNNING)
+    return {
+        "attention_backend": "torch_native",
+        "sampling_backend": "pytorch",
+        "grammar_backend": "none",
+        "disable_cuda_graph": True,
+        "max_running_requests": running,
+        "max_total_tokens": max(
+            min(running * (max_length + CONTEXT_SLACK), CPU_MAX_TOKENS), max_length + CONTEXT_SLACK
+        ),
+    }
+
+
+def environment_options(device: str, tensor_size: int) -> dict[str, str]:
+    """SGLang's settings that are environment variables only."""
+    # context_length may exceed the model's own by CONTEXT_SLACK: no token is ever generated there.
+    options = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
+    if device == "cpu":
+        options["TORCHDYNAMO_DISABLE"] = "1"  # compiling a few small functions costs seconds
+        options["GLOO_SOCKET_IFNAME"] = "lo"
+        if tensor_size > 1:  # else SGLang wants a NUMA node for each rank
+            cpus = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+            shares = [cpus[rank % len(cpus) :: tensor_size] for rank in range(tensor_size)]
+            options["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, share)) for share in shares)
+    return options
+
+
+def sampling_options(request: GenerationRequest) -> dict[str, Any]:
+    """SGLang's sampling parameters. It stops at its model's end-of-sequence tokens too, which are among ours.
+
+    The seed counts with rollout.sglang.options.enable_deterministic_inference only, which is slower; SGLang ignores it
+    otherwise. Greedy answers have log-probs at temperature 1, as SGLang turns temperature 0 into top_k 1.
+    """
+    sampling = request.sampling
+    return {
+        "max_new_tokens": sampling.max_new_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "sampling_seed": request.seed % 2**31,
+    }
+
+
+def check_requests(requests: Sequence[GenerationRequest], max_length: int) -> None:
+    """Raises ValueError for two requests with one uid, an empty prompt, or more tokens than `max_length`.
+
+    SGLang itself would answer with fewer tokens than were asked for.
+    """
+    if len({request.uid for request in requests}) != len(requests):
+        raise ValueError("two requests have the same uid")
+    for request in requests:
+        prompt, answer = len(request.prompt_ids), request.sampling.max_new_tokens
+        if prompt == 0:
+            raise ValueError(f"request {request.uid}: the prompt is empty")
+        if prompt + answer > max_length:
+            raise ValueError(
+                f"request {request.uid}: a prompt of {prompt} and an answer of {answer} tokens are more than the "
+                f"engine's {max_length}"
+            )
+
+
+_FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
+
+
+def parse_output(uid: str, output: Mapping[str, Any], weight_version: int) -> GenerationResult:
+    """SGLang's answer as a GenerationResult; tokens and log-probs come from output_token_logprobs, so that they agree.
+
+    Args:
+        output: {"output_ids": [5, 7], "meta_info": {"finish_reason": {"type": "stop", ...}, "weight_version": "3",
+            "output_token_logprobs": [(-0.1, 5, None), (-2.3, 7, None)], ...}}
+        weight_version: for a request that was aborted before it began and has none of its own.
+    """
+    meta = output["meta_info"]
+    pairs = meta.get("output_token_logprobs") or []
+    version = str(meta.get("weight_version", ""))
+    return GenerationResult(
+        uid=uid,
+        response_ids=np.array([token for _, token, *_ in pairs], dtype=np.int64),
+        logprobs=np.array([logprob for logprob, *_ in pairs], dtype=np.float32),
+        finish_reason=_FINISH_REASONS[meta["finish_reason"]["type"]],
+        weight_version=int(version) if version.isdigit() else weight_version,
+    )
+
+
+# ------------------------------------------------------------------------------------------------ the host process
+
+
+@contextlib.contextmanager
+def _environment(options: Mapping[str, str]) -> Iterator[None]:
+    """Environment variables for SGLang while it starts its processes; what the user has set wins."""
+    added = {name: value for name, value in options.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)
+
+
+def _ignore_child_failure(signum: int, frame: Any) -> None:
+    """In place of SGLang's handler, which kills this process: the next call finds the dead scheduler and says so."""
+
+
+@contextlib.contextmanager
+def _host_logging(log_file: str | None) -> Iterator[None]:
+    """SGLang starts: its children inherit a log file as stdout and stderr, and this process keeps its logging.
+
+    SGLang replaces the root logger's handlers, here too; they are put back.
+    """
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    with contextlib.ExitStack() as stack:
+        if log_file is not None:
+            os.makedirs(os.path.dirname(os.path.abspath(log_file)), exist_ok=True)
+            target = stack.enter_context(open(log_file, "a", encoding="utf-8", buffering=1))
+            stack.enter_context(_descriptors_to(target.fileno()))
+            stack.enter_context(contextlib.redirect_stdout(target))
+            stack.enter_context(contextlib.redirect_stderr(target))
+        try:
+            yield
+        finally:
+            root.handlers[:], root.level = handlers, level
+
+
+@contextlib.contextmanager
+def _descriptors_to(target: int) -> Iterator[None]:
+    """stdout and stderr of this process and of those that it starts go to another file descriptor."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    saved = [os.dup(descriptor) for descriptor in (1, 2)]
+    try:
+        for descriptor in (1, 2):
+            os.dup2(target, descriptor)
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for descriptor, copy in zip((1, 2), saved, strict=True):
+            os.dup2(copy, descriptor)
+            os.close(copy)
+
+
+def _require_success(answer: Any) -> None:
+    """SGLang answers (success, message), or an object with both, or nothing."""
+    if answer is None:
+        return
+    success, message = answer if isinstance(answer, tuple) else (answer.success, answer.message)
+    if not success:
+        raise RuntimeError(f"SGLang refused the weight update: {message}")
+
+
+def _runs(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def _tree(process: psutil.Process) -> list[psutil.Process]:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return [process, *process.children(recursive=True)]
+    return []
+
+
+def _is_worker(process: psutil.Process) -> bool:
+    """Whether a child is one of SGLang's, and not multiprocessing's resource tracker, which may end."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return "resource_tracker" not in " ".join(process.cmdline())
+    return False
+
+
+def _socket_files(port_args: Any) -> Iterator[str]:
+    """The files of SGLang's ZeroMQ sockets, which it leaves in the temporary folder."""
+    for value in vars(port_args).values() if port_args is not None else ():
+        if isinstance(value, str) and value.startswith("ipc://"):
+            yield value.removeprefix("ipc://")

@@ -1,0 +1,235 @@
+"""Log-probabilities and entropy over a vocabulary-parallel output layer, without ever holding [T, V] in float32.
+
+With logits z = x / temperature over the vocabulary V, of which each tensor-parallel rank holds V / tp columns:
+
+    log p(y) = z_y - log sum_v exp(z_v)              d log p(y) / d x_v = (1[v = y] - p_v) / temperature
+    H = log sum_v exp(z_v) - sum_v p_v z_v           d H / d x_v        = -p_v (log p_v + H) / temperature
+
+Tokens go through in chunks; each rank reduces its own columns, and two small reductions over the group join them. The
+backward pass computes the softmax of each chunk again from the saved log-sum-exp.
+
+`vocab_parallel_logprobs` starts from logits that are already there and writes their gradient in their own dtype.
+`fused_logprobs` starts from the hidden states: the logits exist one chunk at a time only, in both passes, at the price
+of one more product with the output weight in backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+DEFAULT_CHUNK_SIZE = 1024
+"""Tokens a chunk: for a vocabulary of 151,936 one float32 chunk is 0.6 GB / tp, long enough to fill a GPU."""
+
+Group = dist.ProcessGroup | None
+
+
+class Logprobs(NamedTuple):
+    logprobs: torch.Tensor  # [T], float32, nats
+    entropy: torch.Tensor | None  # [T], float32, nats
+
+
+def vocab_parallel_logprobs(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    group: Group,
+    temperature: float = 1.0,
+    vocab_size: int | None = None,
+    chunk_size: int = DEFAULT_CHUNK_SIZE,
+    with_entropy: bool = False,
+) -> Logprobs:
+    """Log-probability of each target, and the distribution's entropy, in nats, of softmax(logits / temperature).
+
+    Args:
+        logits: [T, V / tp], this rank's columns, any float dtype; rank r of the group has columns r V / tp onwards.
+        targets: [T], int64, tokens of the whole vocabulary, the same on all ranks of the group.
+        group: the tensor-parallel group; None: the logits are whole.
+        temperature: the logits are divided by it.
+        vocab_size: columns from here on are padding and get probability 0; None: there is no padding.
+        chunk_size: tokens that are held in float32 at once.
+        with_entropy: also compute the entropy (one more number a token is held).
+
+    Returns (logprobs [T], entropy [T] or None), float32, the same on all ranks of the group, both differentiable.
+
+    Raises ValueError when shapes do not agree or the temperature is not above 0."""
+    if logits.dim() != 2 or targets.shape != logits.shape[:1]:
+        raise ValueError(
+            f"logits are {tuple(logits.shape)} and targets {tuple(targets.shape)}; need [T, V / tp] and [T]"
+        )
+    shard = _shard(logits.shape[1], targets, group, temperature, vocab_size, chunk_size, with_entropy)
+    logprobs, entropy = _FromLogits.apply(logits, shard)
+    return Logprobs(logprobs, entropy if with_entropy else None)
+
+
+def fused_logprobs(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    group: Group,
+    temperature: float = 1.0,
+    vocab_size: int | None = None,
+    chunk_size: int = DEFAULT_CHUNK_SIZE,
+    with_entropy: bool = False,
+) -> Logprobs:
+    """`vocab_parallel_logprobs` of logits = hidden x weight^T.
+
+    hidden: [T, H], the same on all ranks of the group; weight: [V / tp, H], this rank's rows; the rest as there. The
+    gradient of hidden is that of this rank's columns only: sum it over the group (Megatron's
+    copy_to_tensor_model_parallel_region, or gather_from_sequence_parallel_region, in front does).
+
+    Raises ValueError when shapes do not agree or the temperature is not above 0."""
+    if hidden.dim() != 2 or targets.shape != hidden.shape[:1] or weight.shape[1:] != hidden.shape[1:]:
+        raise ValueError(
+            f"hidden is {tuple(hidden.shape)}, weight {tuple(weight.shape)} and targets {tuple(targets.shape)}; need "
+            f"[T, H], [V / tp, H] and [T]"
+        )
+    shard = _shard(weight.shape[0], targets, group, temperature, vocab_size, chunk_size, with_entropy)
+    logprobs, entropy = _FromHidden.apply(hidden, weight, shard)
+    return Logprobs(logprobs, entropy if with_entropy else None)
+
+
+class _Shard(NamedTuple):
+    """This rank's columns of the vocabulary, and what is asked of them."""
+
+    column: torch.Tensor  # [T]; the targets' columns here, clamped into range
+    is_here: torch.Tensor  # [T]; which of the targets are really here
+    valid: int  # columns that are not padding
+    group: Group
+    temperature: float
+    chunk_size: int
+    with_entropy: bool
+
+    @property
+    def chunks(self) -> list[slice]:
+        num_tokens = len(self.column) if self.valid else 0  # a rank of nothing but padding has nothing to compute
+        return [slice(start, start + self.chunk_size) for start in range(0, num_tokens, self.chunk_size)]
+
+
+def _shard(
+    num_columns: int,
+    targets: torch.Tensor,
+    group: Group,
+    temperature: float,
+    vocab_size: int | None,
+    chunk_size: int,
+    with_entropy: bool,
+) -> _Shard:
+    if temperature <= 0:
+        raise ValueError(f"temperature is {temperature}; it must be above 0")
+    first = dist.get_rank(group) * num_columns if group is not None else 0
+    valid = num_columns if vocab_size is None else min(max(vocab_size - first, 0), num_columns)
+    column = targets - first
+    is_here = (column >= 0) & (column < valid)
+    column = column.clamp(0, max(valid - 1, 0))
+    return _Shard(column, is_here, valid, group, temperature, chunk_size, with_entropy)
+
+
+class _FromLogits(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, shard: _Shard) -> tuple[torch.Tensor, torch.Tensor]:
+        logprobs, entropy, log_sums = _statistics(lambda chunk: logits[chunk, : shard.valid], shard)
+        ctx.save_for_backward(logits, log_sums, entropy)
+        ctx.shard = shard
+        ctx.set_materialize_grads(False)
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: torch.Tensor | None) -> tuple[torch.Tensor, None]:
+        logits, log_sums, entropy = ctx.saved_tensors
+        shard: _Shard = ctx.shard
+        grad = torch.empty_like(logits)
+        grad[:, shard.valid :] = 0
+        for chunk in shard.chunks:
+            valid = logits[chunk, : shard.valid]
+            grad[chunk, : shard.valid] = _gradient(valid, chunk, shard, log_sums, entropy, *upstream)
+        return grad, None
+
+
+class _FromHidden(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, shard: _Shard
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = weight[: shard.valid]
+        logprobs, entropy, log_sums = _statistics(lambda chunk: hidden[chunk] @ rows.T, shard)
+        ctx.save_for_backward(hidden, weight, log_sums, entropy)
+        ctx.shard = shard
+        ctx.set_materialize_grads(False)
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, None]:
+        hidden, weight, log_sums, entropy = ctx.saved_tensors
+        shard: _Shard = ctx.shard
+        rows = weight[: shard.valid]
+        grad_hidden = torch.zeros_like(hidden)
+        # Summed over chunks in float32: bfloat16 would forget the small ones.
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        for chunk in shard.chunks:
+            logits = hidden[chunk] @ rows.T
+            part = _gradient(logits, chunk, shard, log_sums, entropy, *upstream).to(logits.dtype)
+            torch.mm(part, rows, out=grad_hidden[chunk])
+            grad_weight[: shard.valid] += part.T @ hidden[chunk]
+        return grad_hidden, grad_weight.to(weight.dtype), None
+
+
+def _statistics(
+    logits_of: Callable[[slice], torch.Tensor], shard: _Shard
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(logprobs [T], entropy [T] or empty, log-sum-exp [T]) over the whole vocabulary. logits_of: the valid columns of
+    a chunk of tokens."""
+    column = shard.column
+    # Of this rank's columns: the largest logit m, sum exp(z - m), sum exp(z - m) (z - m), the target's z.
+    largest = torch.full(column.shape, -torch.inf, dtype=torch.float32, device=column.device)
+    sums, weighted, picked = (torch.zeros_like(largest) for _ in range(3))
+    for chunk in shard.chunks:
+        scaled = logits_of(chunk).float() / shard.temperature
+        largest[chunk] = scaled.amax(dim=-1)
+        picked[chunk] = scaled.gather(1, column[chunk, None])[:, 0]
+        shifted = scaled.sub_(largest[chunk, None])
+        weights = shifted.exp() if shard.with_entropy else shifted.exp_()
+        sums[chunk] = weights.sum(dim=-1)
+        if shard.with_entropy:
+            weighted[chunk] = weights.mul_(shifted).sum(dim=-1)
+    overall = _reduced(largest.clone(), dist.ReduceOp.MAX, shard.group)
+    # All logits are taken relative to the largest one before anything is summed: so no digits are lost.
+    shift = largest - overall
+    factor = shift.exp()
+    weighted = torch.where(factor > 0, (weighted + sums * shift) * factor, 0.0)
+    parts = [sums * factor, torch.where(shard.is_here, picked - overall, 0.0), weighted]
+    total = _reduced(torch.stack(parts), dist.ReduceOp.SUM, shard.group)
+    log_total = total[0].log()
+    entropy = log_total - total[2] / total[0] if shard.with_entropy else log_total.new_empty(0)
+    return total[1] - log_total, entropy, overall + log_total
+
+
+def _gradient(
+    logits: torch.Tensor,
+    chunk: slice,
+    shard: _Shard,
+    log_sums: torch.Tensor,
+    entropy: torch.Tensor,
+    grad_logprobs: torch.Tensor | None,
+    grad_entropy: torch.Tensor | None,
+) -> torch.Tensor:
+    """Of a chunk's valid columns, in float32."""
+    if grad_logprobs is None:
+        grad_logprobs = torch.zeros_like(log_sums)
+    log_softmax = (logits.float() / shard.temperature).sub_(log_sums[chunk, None])
+    softmax = log_softmax.exp()
+    if grad_entropy is None or not shard.with_entropy:
+        grad = softmax.mul_(-grad_logprobs[chunk, None])
+    else:
+        slope = log_softmax.add_(entropy[chunk, None]).mul_(grad_entropy[chunk, None])
+        grad = slope.add_(grad_logprobs[chunk, None]).mul_(softmax).neg_()
+    at_target = torch.where(shard.is_here[chunk], grad_logprobs[chunk], 0.0)
+    return grad.scatter_add_(1, shard.column[chunk, None], at_target[:, None]).div_(shard.temperature)
+
+
+def _reduced(tensor: torch.Tensor, operation: Any, group: Group) -> torch.Tensor:
+    if group is not None and dist.get_world_size(group) > 1:
+        dist.all_reduce(tensor, op=operation, group=group)
+    return tensor

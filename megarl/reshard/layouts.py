@@ -1,0 +1,140 @@
+"""The three worlds' layouts, each derived from a family's declaration and the parallel sizes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+
+from megarl.config import ParallelConfig
+from megarl.parallel.topology import RankGrid, stage_layers
+from megarl.reshard.declaration import Declaration, Names, Placed, VocabSplit, World
+from megarl.reshard.layout import Layout, Piece, Rect, Shape, Shard, as_matrix
+
+
+def hf_layout(declaration: Declaration, num_copies: int = 1) -> Layout:
+    """Every rank holds every tensor whole, under its name on disk: an embedded transformers model, or one file."""
+    tensors = declaration.tensors()
+    shard = _whole_shard(tensors)
+    return Layout("hf", tensors, (shard,), (0,) * num_copies, tuple(range(num_copies)))
+
+
+def hf_files_layout(declaration: Declaration, num_files: int) -> Layout:
+    """The tensors of a checkpoint spread over files of about the same size, in the order of the model."""
+    tensors = declaration.tensors()
+    total = sum(math.prod(s) for s in tensors.values())
+    groups: list[dict[str, Shape]] = [{} for _ in range(num_files)]
+    seen = 0
+    for name, shape in tensors.items():
+        groups[min(seen * num_files // max(total, 1), num_files - 1)][name] = shape
+        seen += math.prod(shape)
+    shards = tuple(_whole_shard(g) for g in groups if g)  # none starts within a file's share: a tensor larger than it
+    return Layout(f"hf in {len(shards)} files", tensors, shards, tuple(range(len(shards))))
+
+
+def _whole_shard(tensors: Mapping[str, Shape]) -> Shard:
+    def whole(name: str, shape: Shape) -> Piece:
+        rows, cols = as_matrix(shape)
+        return Piece(name, Rect(0, rows, 0, cols), name, 0, 0)
+
+    return Shard(tensors, tuple(whole(n, s) for n, s in tensors.items()))
+
+
+def megatron_layout(declaration: Declaration, grid: RankGrid, vocab_multiple: int, fused_norms: bool) -> Layout:
+    """Megatron-Core's layout over the ranks of a role: tensor parallel splits, layers by pipeline and virtual stage,
+    the tied embedding on the first and the last stage, replicas over data and context parallel.
+
+    Parameters carry global layer numbers: decoder.layers.<layer>.<name>.
+    """
+    parallel = grid.parallel
+    world = World("megatron", parallel.tensor, fused_norms, vocab_multiple)
+    check_tensor_size(declaration, world)
+    keys = [(grid.coordinates(r).pipeline, grid.coordinates(r).tensor) for r in range(grid.num_ranks)]
+    order = sorted(set(keys))
+    shards = tuple(_megatron_shard(declaration, parallel, world, stage, tensor) for stage, tensor in order)
+    name = f"megatron tp{parallel.tensor} pp{parallel.pipeline} cp{parallel.context} dp{grid.data_parallel_size}"
+    return Layout(name, declaration.tensors(), shards, tuple(order.index(k) for k in keys))
+
+
+def _megatron_shard(declaration: Declaration, parallel: ParallelConfig, world: World, stage: int, rank: int) -> Shard:
+    first, last = stage == 0, stage == parallel.pipeline - 1
+    placed: list[Placed] = []
+    if first:
+        placed.append(declaration.embedding.place(world, rank))
+    for chunk in range(parallel.virtual_pipeline):
+        for index in stage_layers(declaration.num_layers, parallel.pipeline, parallel.virtual_pipeline, stage, chunk):
+            placed += _layer(declaration, world, rank, index, declaration.megatron_layer_prefix)
+    if last:
+        placed.append(declaration.final_norm.place(world, rank))
+        if declaration.head is not None:
+            placed.append(declaration.head.place(world, rank))
+        elif not first:
+            placed.append(_tied_head(declaration.embedding).place(world, rank))
+    return _shard(placed)
+
+
+def _tied_head(embedding: VocabSplit) -> VocabSplit:
+    """The copy of a tied embedding that the last pipeline stage keeps as its output layer."""
+    return VocabSplit(embedding.tensor, Names("output_layer.weight", ""), embedding.shape)
+
+
+def sglang_layout(declaration: Declaration, tensor: int, num_replicas: int, vocab_multiple: int) -> Layout:
+    """SGLang's own parameters on each tensor-parallel rank of each replica: rank r of all is rank r % tensor of replica
+    r // tensor."""
+    world = World("sglang", tensor, vocab_multiple=vocab_multiple)
+    check_tensor_size(declaration, world)
+    shards = []
+    for rank in range(tensor):
+        placed = [declaration.embedding.place(world, rank)]
+        for index in range(declaration.num_layers):
+            placed += _layer(declaration, world, rank, index, declaration.layer_prefix)
+        placed.append(declaration.final_norm.place(world, rank))
+        if declaration.head is not None:
+            placed.append(declaration.head.place(world, rank))
+        shards.append(_shard(placed))
+    ranks = range(tensor * num_replicas)
+    return Layout(
+        f"sglang tp{tensor} x {num_replicas}",
+        declaration.tensors(),
+        tuple(shards),
+        tuple(r % tensor for r in ranks),
+        tuple(r // tensor for r in ranks),
+    )
+
+
+def _layer(declaration: Declaration, world: World, rank: int, index: int, prefix: str) -> Iterable[Placed]:
+    canonical, local = declaration.layer_prefix.format(index), prefix.format(index)
+    for op in declaration.layer:
+        name, shape, pieces = op.place(world, rank)
+        yield (
+            local + name,
+            shape,
+            [Piece(canonical + p.tensor, p.rect, local + p.parameter, p.row, p.col) for p in pieces],
+        )
+
+
+def _shard(placed: Iterable[Placed]) -> Shard:
+    parameters: dict[str, Shape] = {}
+    pieces: list[Piece] = []
+    for name, shape, parts in placed:
+        assert name not in parameters, f"two ops place {name}"
+        parameters[name] = shape
+        pieces += parts
+    return Shard(parameters, tuple(pieces))
+
+
+def check_tensor_size(declaration: Declaration, world: World) -> None:
+    """Raises:
+    ValueError: where the tensor-parallel size does not divide what it splits, naming the sizes.
+    """
+    size, kv_heads, vocab = world.tensor, declaration.num_kv_heads, world.padded_vocab_size(declaration.vocab_size)
+    kv_fits = kv_heads % size == 0 or (world.kind == "sglang" and size % kv_heads == 0)
+    for what, number, fits in (
+        ("attention heads", declaration.num_heads, declaration.num_heads % size == 0),
+        ("key/value heads", kv_heads, kv_fits),
+        ("feed-forward size", declaration.ffn_size, declaration.ffn_size % size == 0),
+        ("rows of the padded vocabulary", vocab, vocab % size == 0),
+    ):
+        if not fits:
+            raise ValueError(
+                f"{world.kind} tensor size {size} does not divide the model's {number} {what}; use a size that does"
+            )

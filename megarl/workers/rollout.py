@@ -1,0 +1,91 @@
+"""One rollout process: hosts a replica of SGLang and scores each answer as it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from transformers import AutoTokenizer
+
+from megarl.config import Config
+from megarl.engines.sglang import SGLangEngine
+from megarl.reshard.transports import ChecksumRegion
+from megarl.types import GenerationResult
+from megarl.workers import placement
+from megarl.workers.generation import Group, Job, Scorer
+
+
+class RolloutWorker:
+    """The process of one replica."""
+
+    def setup(self, config: Config, folder: str, replica: int, gpu: int | None, log_file: str) -> None:
+        """Start the engine; its weights come by sync."""
+        self.engine = SGLangEngine(
+            folder,
+            tensor_size=config.rollout.tensor,
+            rollout=config.rollout,
+            precision=config.model.precision,
+            max_length=config.max_length,
+            base_gpu_id=gpu,
+            seed=config.run.seed + replica,
+            device="cpu" if gpu is None else "cuda",
+            load_weights=False,
+            log_file=log_file,
+            trust_remote_code=config.model.trust_remote_code,
+        )
+        tokenizer = AutoTokenizer.from_pretrained(
+            config.model.tokenizer_path or folder, trust_remote_code=config.model.trust_remote_code
+        )
+        self.scorer = Scorer(tokenizer)
+
+    def where(self, bundle: int) -> placement.Seat:
+        return placement.here(bundle)
+
+    def parameters(self) -> list[dict[str, tuple[tuple[int, ...], str]]]:
+        """Per tensor-parallel rank the (shape, type) of SGLang's own parameters."""
+        return [
+            {name: (info.shape, info.dtype) for name, info in rank.items()} for rank in self.engine.parameter_shapes()
+        ]
+
+    def generate(self, jobs: Sequence[Job], with_texts: bool) -> list[Group]:
+        """Answer jobs, all in flight at once; a prompt's answers are scored as soon as the last of them ends."""
+        wanted = {
+            request.uid: (number, k) for number, job in enumerate(jobs) for k, request in enumerate(job.requests())
+        }
+        answers: list[dict[int, GenerationResult]] = [{} for _ in jobs]
+        groups: list[Group | None] = [None] * len(jobs)
+
+        def take(result: GenerationResult) -> None:
+            number, k = wanted[result.uid]
+            answers[number][k] = result
+            if len(answers[number]) == jobs[number].num_answers:
+                ordered = [answers[number][i] for i in range(jobs[number].num_answers)]
+                groups[number] = self.scorer.group(jobs[number], ordered, with_texts)
+
+        for result in self.engine.stream([r for job in jobs for r in job.requests()]):
+            take(result)
+        assert all(g is not None for g in groups), "the engine returned with requests unanswered"
+        return [g for g in groups if g is not None]
+
+    def load_bucket(self, payloads: Sequence[bytes]) -> None:
+        self.engine.load_bucket(payloads)
+
+    def checksums(self, regions: Sequence[Sequence[ChecksumRegion]]) -> list[list[int]]:
+        return self.engine.checksums(regions)
+
+    def set_version(self, version: int) -> None:
+        self.engine.set_version(version)
+
+    def sleep(self) -> None:
+        self.engine.sleep()
+
+    def wake(self, tags: Sequence[str]) -> None:
+        self.engine.wake(tags)
+
+    def flush_cache(self) -> None:
+        self.engine.flush_cache()
+
+    def abort_all(self) -> None:
+        self.engine.abort_all()
+
+    def shutdown(self) -> None:
+        self.engine.shutdown()

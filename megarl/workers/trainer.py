@@ -1,0 +1,414 @@
+"""One trainer process: the roles it is a rank of, its share of each step, and (hf engine) the rollout engine it hosts.
+
+Every method is called by the group on all ranks together. Nothing here computes losses or advantages: it moves data between the
+object store, the engines and the pure functions. The driver imports this module to start the processes, so Megatron is imported
+where it is used: 4 seconds that the driver need not spend.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import psutil
+import ray
+import torch.distributed as dist
+from transformers import AutoConfig, AutoTokenizer
+
+from megarl.algorithms.advantages import Moments
+from megarl.algorithms.aggregation import sequence_weights
+from megarl.algorithms.schedule import learning_rate
+from megarl.algorithms.step_advantages import step_advantages, whitened
+from megarl.config import Config, OptimizerConfig
+from megarl.data.packing import unpack
+from megarl.engines.hf import HFEngine
+from megarl.engines.residency import Kind
+from megarl.engines.rollout_mismatch import rollout_mismatch
+from megarl.metrics import Stats
+from megarl.model.families import VALUE_HEAD, declare, declare_critic
+from megarl.model.hf_config import padded_vocab_size
+from megarl.parallel import device
+from megarl.parallel.topology import RankGrid
+from megarl.reshard import hf_files
+from megarl.reshard.layout import Layout
+from megarl.reshard.layouts import hf_files_layout, hf_layout, megatron_layout
+from megarl.reshard.plan import Place, ReshardPlan, plan
+from megarl.types import Sample
+from megarl.workers import placement, weights
+from megarl.workers.generation import Group, Job, Scorer, generate_jobs
+from megarl.workers.messages import AdvantageResult, ForwardResult, MicroBatches, UpdatePlan, WhitenedResult
+from megarl.workers.step_store import StepStore
+
+if TYPE_CHECKING:
+    from megarl.engines.megatron import MegatronEngine
+
+FORWARD_NAMES = {"actor": "old_logprobs", "reference": "reference_logprobs", "critic": "values"}
+"""Under which name each role's forward pass is kept."""
+
+
+class TrainerWorker:
+    """The process of one rank. Made empty; `setup` gives it its rank."""
+
+    def where(self, bundle: int) -> placement.Seat:
+        return placement.here(bundle)
+
+    def free_port(self, address: str) -> int:
+        return placement.free_port(address)
+
+    def setup(self, config: Config, rank: int, gpu: int | None, places: Sequence[Place], master: str) -> None:
+        """Join torch.distributed. `master` is tcp://address:port of rank 0; `places` says where every rank is."""
+        self.config, self.rank, self.places = config, rank, tuple(places)
+        self.num_ranks = config.cluster.num_ranks
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(self.num_ranks), LOCAL_RANK=str(gpu or 0))
+        device.set_device(gpu or 0)
+        dist.init_process_group(
+            device.backend(),
+            init_method=master,
+            rank=rank,
+            world_size=self.num_ranks,
+            timeout=timedelta(seconds=config.run.deadline),
+        )
+        # NCCL wants all ranks in a group's first operation; a weight sync may leave some without a message.
+        dist.barrier()
+        self.engines: dict[str, MegatronEngine] = {}
+        self.grids: dict[str, RankGrid] = {}
+        self.layouts: dict[str, Layout] = {}
+        self.store = StepStore()
+        self.embedded: HFEngine | None = None
+        self.scorer: Scorer | None = None
+        self._sender: weights.WeightSender | None = None
+
+    # -------------------------------------------------------------------------------------------- building
+
+    def build_role(self, role: str, folder: str) -> dict[str, Any]:
+        """Build a role's model and optimizer, and read its weights from a Hugging Face folder. Returns facts for the log."""
+        from megarl.engines.megatron import MegatronEngine
+
+        config, parallel = self.config, self.config.roles()[role]
+        hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=config.model.trust_remote_code)
+        trained = {"actor": config.actor, "critic": config.critic}.get(role)
+        engine = MegatronEngine(
+            role,
+            hf_config,
+            parallel,
+            precision=config.model.precision,
+            optimizer=trained.optimizer if trained else None,
+            recompute=trained.recompute if trained else None,
+            seed=config.run.seed,
+            timeout=config.run.deadline,
+        )
+        grid = RankGrid(self.num_ranks, parallel)
+        declaration = declare_critic(hf_config) if role == "critic" else declare(hf_config)
+        vocab = padded_vocab_size(hf_config.vocab_size, parallel.tensor)
+        layout = megatron_layout(declaration, grid, vocab, engine.uses_fused_norms)
+        self._check_parameters(role, layout, engine)
+        self._load_role(role, folder, hf_config, layout, engine)
+        self.engines[role], self.grids[role], self.layouts[role] = engine, grid, layout
+        return {"parameters": sum(int(np.prod(s)) for s in layout.tensors.values()), "layout": layout.name}
+
+    def _check_parameters(self, role: str, layout: Layout, engine: MegatronEngine) -> None:
+        planned = {name: tuple(shape) for name, shape in layout.shard(self.rank).parameters.items()}
+        actual = {name: tuple(p.shape) for name, p in engine.parameters().items()}
+        if planned != actual:
+            differ = sorted(n for n in planned.keys() | actual.keys() if planned.get(n) != actual.get(n))
+            name = differ[0]
+            raise ValueError(
+                f"{role}: the layout and Megatron differ in {len(differ)} parameters: {name} is {planned.get(name)} in the layout, {actual.get(name)} in Megatron"
+            )
+
+    def _load_role(self, role: str, folder: str, hf_config: Any, layout: Layout, engine: MegatronEngine) -> None:
+        source = declare(hf_config)
+        if role == "critic" and not _has_value_head(folder):
+            # The body comes from a language model; the value head starts at zero.
+            body = {n: s for n, s in layout.tensors.items() if n in source.tensors()}
+            layout = _restricted(layout, body)
+        elif role == "critic":
+            source = declare_critic(hf_config)
+        whole = hf_layout(source)
+        weights.load_hf(folder, layout, self.rank, engine.parameters(), whole)
+        engine.mark_weights_loaded()
+
+    def build_embedded(self, folder: str) -> None:
+        """Host an hf engine in this process; its weights come by sync."""
+        config = self.config
+        self.embedded = HFEngine(
+            folder,
+            precision=config.model.precision,
+            max_batch=config.rollout.max_batch,
+            device=str(device.device()),
+            trust_remote_code=config.model.trust_remote_code,
+            load_weights=False,
+        )
+        tokenizer = AutoTokenizer.from_pretrained(
+            config.model.tokenizer_path or folder, trust_remote_code=config.model.trust_remote_code
+        )
+        self.scorer = Scorer(tokenizer)
+
+    # -------------------------------------------------------------------------------------------- a step
+
+    def begin_step(self, samples: Mapping[int, tuple[Any, int]]) -> None:
+        """Fetch this rank's samples: sample index -> (reference to a list of samples, position in it)."""
+        self.store = StepStore()
+        refs = list(dict.fromkeys(ref for ref, _ in samples.values()))
+        lists: dict[Any, list[Sample]] = dict(zip(refs, ray.get(refs), strict=True))
+        self.store.samples = {index: lists[ref][position] for index, (ref, position) in samples.items()}
+
+    def forward(self, role: str, micro_batches: MicroBatches) -> ForwardResult:
+        """Log-probs or values of this data-parallel rank's samples, kept under FORWARD_NAMES."""
+        engine, grid = self.engines[role], self.grids[role]
+        batches = self.store.batches(micro_batches, self._multiple(role))
+        outputs = engine.forward(batches, temperature=self.config.rollout.temperature, with_entropy=role == "actor")
+        name = "values" if role == "critic" else "logprobs"
+        found: dict[int, np.ndarray] = {}
+        entropies: dict[int, np.ndarray] = {}
+        for indices, batch, output in zip(micro_batches, batches, outputs, strict=True):
+            found.update(zip(indices, unpack(output[name], batch), strict=True))
+            if "entropy" in output:
+                entropies.update(zip(indices, unpack(output["entropy"], batch), strict=True))
+        self.store.put(FORWARD_NAMES[role], found)
+        if self.rank != grid.output_rank(grid.coordinates(self.rank).data):
+            return ForwardResult(None)
+        samples = [self.store.samples[i] for i in found]
+        if role != "actor":
+            return ForwardResult(ray.put(found), stats=_loss_token_stats(samples, list(found.values())))
+        mismatch, difference = rollout_mismatch(samples, list(found.values()))
+        entropy = _moments(samples, [entropies[i] for i in found])
+        return ForwardResult(ray.put(found), entropy, mismatch, difference)
+
+    def receive(self, name: str, indices: Sequence[int], refs: Sequence[Any]) -> None:
+        """Take the per-token arrays of these samples that other ranks computed; nothing where all are here already."""
+        wanted = set(indices) - self.store.all(name).keys()
+        if wanted:
+            for values in ray.get(list(refs)):
+                self.store.put(name, {i: v for i, v in values.items() if i in wanted})
+
+    def advantages(
+        self, indices: Sequence[int], kl_coef: float, group_advantages: Sequence[float] | None
+    ) -> AdvantageResult:
+        """Compute rewards and advantages of this rank's samples of the actor; whitening waits for everyone's sums."""
+        store, config = self.store, self.config
+        samples = [store.samples[i] for i in indices]
+        result = step_advantages(
+            config.algorithm,
+            kl_coef,
+            samples,
+            store.get("old_logprobs", indices),
+            store.get("reference_logprobs", indices) if config.needs_reference else None,
+            store.get("values", indices) if config.needs_critic else None,
+            group_advantages,
+        )
+        store.put("advantages", dict(zip(indices, result.advantages, strict=True)))
+        if result.returns is not None:
+            store.put("returns", dict(zip(indices, result.returns, strict=True)))
+        return AdvantageResult(result.moments, result.kl, Stats.of(result.rewards))
+
+    def whiten(self, indices: Sequence[int], moments: Moments | None) -> WhitenedResult:
+        """Whiten the advantages by the moments of all ranks (None: leave them), and give the returns to the critic's ranks."""
+        store = self.store
+        samples = [store.samples[i] for i in indices]
+        advantages = store.get("advantages", indices)
+        if moments is not None:
+            advantages = whitened(advantages, samples, moments)
+            store.put("advantages", dict(zip(indices, advantages, strict=True)))
+        empty = Moments(0, 0.0, 0.0)
+        if not self.config.needs_critic:
+            return WhitenedResult(_loss_token_stats(samples, advantages), Stats(), empty, empty, None)
+        returns, values = store.get("returns", indices), store.get("values", indices)
+        residuals = [r - v for r, v in zip(returns, values, strict=True)]
+        return WhitenedResult(
+            _loss_token_stats(samples, advantages),
+            _loss_token_stats(samples, returns),
+            _moments(samples, residuals),
+            _moments(samples, returns),
+            ray.put(dict(zip(indices, returns, strict=True))),
+        )
+
+    def update(self, role: str, steps: UpdatePlan) -> dict[str, float]:
+        """Do a role's optimizer steps; returns its metrics, means over the optimizer steps."""
+        from megarl.engines.objectives import policy_objective, value_objective
+
+        config = self.config
+        trained = config.actor if role == "actor" else config.critic
+        objective = policy_objective(config.actor) if role == "actor" else value_objective(config.critic)
+        constant = config.actor.aggregation_constant if role == "actor" else None
+        engine, prefix = self.engines[role], role
+        totals: dict[str, list[float]] = {}
+        step = steps.first_step
+        for _ in range(trained.batch.epochs):
+            for micro_batches, (tokens, sequences) in zip(steps.mini_batches, steps.denominators, strict=True):
+                batches = self.store.batches(
+                    micro_batches,
+                    self._multiple(role),
+                    self._per_token(role),
+                    self._weights(micro_batches, trained.aggregation, tokens, sequences, constant),
+                )
+                lr = learning_rate_of(trained.optimizer, step, steps.total_steps)
+                result = engine.train_step(
+                    batches, objective, lr=lr, temperature=config.rollout.temperature, with_entropy=role == "actor"
+                )
+                step += 1
+                own = {
+                    **result.sums,
+                    f"{prefix}/grad_norm": result.grad_norm,
+                    f"{prefix}/lr": lr,
+                    f"{prefix}/skipped_updates": float(not result.applied),
+                }
+                for name, value in own.items():
+                    totals.setdefault(name, []).append(value)
+        skipped = sum(totals.pop(f"{prefix}/skipped_updates", []))
+        return {
+            **{name: float(np.mean(values)) for name, values in totals.items()},
+            f"{prefix}/skipped_updates": skipped,
+        }
+
+    def _per_token(self, role: str) -> dict[str, str]:
+        if role == "critic":
+            return {"old_values": "values", "returns": "returns"}
+        names = {"old_logprobs": "old_logprobs", "advantages": "advantages"}
+        return names | ({"reference_logprobs": "reference_logprobs"} if self.config.actor.kl_loss_coef > 0 else {})
+
+    def _weights(
+        self, micro_batches: MicroBatches, aggregation: str, tokens: int, sequences: int, constant: float | None
+    ) -> dict[str, dict[int, float]]:
+        indices = [i for batch in micro_batches for i in batch]
+        counts = [int(self.store.samples[i].loss_mask.sum()) for i in indices]
+        loss = sequence_weights(aggregation, counts, tokens, sequences, constant)
+        token = sequence_weights("token-mean", counts, tokens, sequences)
+        return {
+            "loss_weight": dict(zip(indices, loss, strict=True)),
+            "token_weight": dict(zip(indices, token, strict=True)),
+        }
+
+    def _multiple(self, role: str) -> int:
+        return self.config.roles()[role].sequence_multiple
+
+    # -------------------------------------------------------------------------------------------- weights
+
+    def prepare_sync(self, target: Layout, hosts: Sequence[int]) -> dict[str, Any]:
+        """Plan the sync from the actor to the engine's layout; every rank makes the same plan. hosts: per target rank
+        the trainer rank that shares its GPU and receives for it."""
+        dtype, source = weights.wire_dtype(self.config), self.layouts["actor"]
+        bucket_bytes = self.config.sync.bucket_mb * 2**20
+        made = plan(source, target, dtype.itemsize, self.places, [self.places[h] for h in hosts], bucket_bytes)
+        self._sender = weights.WeightSender(made, dtype, self.rank, hosts, device.device(), self.embedded is not None)
+        if self.embedded is not None:
+            _check_engine_parameters(target, self.rank, self.embedded)
+        return {"num_buckets": len(made.buckets), "summary": str(made.summary())}
+
+    def sync_bucket(self, bucket: int) -> dict[int, bytes]:
+        """Exchange one bucket of the sync: straight into the embedded engine, or as payloads for the engines' processes."""
+        assert self._sender is not None, "prepare_sync comes first"
+        source = self.engines["actor"].parameters()
+        if self.embedded is not None:
+            self._sender.load_bucket(bucket, source, self.embedded.parameters())
+            return {}
+        return self._sender.export_bucket(bucket, source)
+
+    def sync_checksums(self) -> tuple[list[int], dict[int, list[int]]]:
+        """Checksums of this rank's actor pieces, and of the embedded engine's."""
+        assert self._sender is not None, "prepare_sync comes first"
+        source = self._sender.source_checksums(self.engines["actor"].parameters())
+        target = self._sender.target_checksums(self.embedded.parameters()) if self.embedded is not None else {}
+        return source, target
+
+    def set_version(self, version: int) -> None:
+        if self.embedded is not None:
+            self.embedded.set_version(version)
+
+    def save_hf(self, role: str, source_folder: str, folder: str) -> None:
+        """Write a role's weights as a Hugging Face folder."""
+        dtype = weights.wire_dtype(self.config)
+        save_plan = self._save_plan(role, source_folder, dtype.itemsize)
+        names = {"bf16": "bfloat16", "fp32": "float32"}
+        changes = {"dtype": names[self.config.model.precision]}
+        parameters = self.engines[role].parameters()
+        weights.save_hf(
+            save_plan, dtype, self.rank, self.num_ranks, device.device(), parameters, source_folder, folder, changes
+        )
+
+    def _save_plan(self, role: str, folder: str, itemsize: int) -> ReshardPlan:
+        hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=self.config.model.trust_remote_code)
+        declaration = declare_critic(hf_config) if role == "critic" else declare(hf_config)
+        num_files = hf_files.num_files(declaration.tensors(), itemsize, weights.MAX_FILE_BYTES)
+        target = hf_files_layout(declaration, num_files)
+        hosts = hf_files.file_hosts(target.num_ranks, self.num_ranks)
+        return plan(self.layouts[role], target, itemsize, self.places, [self.places[host] for host in hosts])
+
+    def save_checkpoint(self, folder: str) -> None:
+        for role in ("actor", "critic"):
+            if role in self.engines:
+                self.engines[role].save(os.path.join(folder, role))
+
+    def load_checkpoint(self, folder: str) -> None:
+        for role in ("actor", "critic"):
+            if role in self.engines:
+                self.engines[role].load(os.path.join(folder, role))
+
+    # -------------------------------------------------------------------------------------------- engine and memory
+
+    def generate(self, jobs: Sequence[Job], with_texts: bool) -> list[Group]:
+        """Answer jobs with the embedded engine."""
+        assert self.embedded is not None, "build_embedded comes first"
+        assert self.scorer is not None, "build_embedded comes first"
+        return generate_jobs(self.embedded, self.scorer, jobs, with_texts)
+
+    def release(self, role: str, kinds: Sequence[Kind]) -> None:
+        """Move these kinds of a role's memory (parameters, gradients, optimizer) to the host while it is idle."""
+        self.engines[role].release(kinds)
+
+    def resume(self, role: str, kinds: Sequence[Kind]) -> None:
+        """Bring them back."""
+        self.engines[role].resume(kinds)
+
+    def device_name(self) -> str:
+        """The GPU's name, "cpu" without one."""
+        return device.name()
+
+    def memory(self) -> dict[str, float]:
+        """Peaks of this process's GPU memory and the host memory of its node, in GB (1e9 bytes)."""
+        found = device.memory_statistics()
+        return {
+            "max_memory_allocated_gb": found.max_allocated / 1e9,
+            "max_memory_reserved_gb": found.max_reserved / 1e9,
+            "cpu_memory_used_gb": psutil.virtual_memory().used / 1e9,
+        }
+
+
+def learning_rate_of(config: OptimizerConfig, step: int, total_steps: int) -> float:
+    """The learning rate of optimizer step `step`, counted from 0."""
+    return learning_rate(
+        step, config.lr, config.min_lr, config.warmup_steps, max(total_steps, config.warmup_steps + 1), config.schedule
+    )
+
+
+def _loss_token_stats(samples: Sequence[Sample], values: Sequence[np.ndarray]) -> Stats:
+    return Stats.of(np.concatenate([v[s.loss_mask] for s, v in zip(samples, values, strict=True)]) if samples else [])
+
+
+def _moments(samples: Sequence[Sample], values: Sequence[np.ndarray]) -> Moments:
+    tokens = (
+        np.concatenate([v[s.loss_mask] for s, v in zip(samples, values, strict=True)]).astype(np.float64)
+        if samples
+        else np.zeros(0)
+    )
+    return Moments(int(tokens.size), float(tokens.sum()), float(np.square(tokens).sum()))
+
+
+def _has_value_head(folder: str) -> bool:
+    return VALUE_HEAD in hf_files.tensor_files(folder)
+
+
+def _restricted(layout: Layout, tensors: Mapping[str, tuple[int, ...]]) -> Layout:
+    """The layout without the pieces of other tensors."""
+    shards = tuple(replace(s, pieces=tuple(p for p in s.pieces if p.tensor in tensors)) for s in layout.shards)
+    return replace(layout, tensors=tensors, shards=shards)
+
+
+def _check_engine_parameters(target: Layout, rank: int, engine: HFEngine) -> None:
+    planned = {n: tuple(s) for n, s in target.shard(rank).parameters.items()}
+    actual = {n: tuple(p.shape) for n, p in engine.parameters().items()}
+    weights.compare_parameters(planned, actual, f"hf engine of rank {rank}")

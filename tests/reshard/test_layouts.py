@@ -1,0 +1,321 @@
+"""Layouts against independent rules: what transformers saves, what Megatron-Core builds, what SGLang's loaders fill."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from simulated import CPU, UNTOUCHED, Parameters, allocate, assert_equal, distinct
+from tiny_models import declarations, megatron, megatron_layouts, sglang_layouts, tiny_config
+
+from megarl.model.families import declare, declare_critic
+from megarl.reshard.executor import Executor
+from megarl.reshard.layout import Layout, Piece, Rect, Shard, check_cover
+from megarl.reshard.layouts import hf_files_layout, hf_layout, sglang_layout
+from megarl.reshard.plan import plan
+from megarl.reshard.transports import copy_regions
+
+FAMILIES = ["llama", "qwen2", "mistral"]
+
+
+def fill(target: Layout, values: Parameters, declaration: Any) -> list[Parameters]:
+    """Every target rank's parameters, filled from whole tensors by a plan that one process executes."""
+    parameters = allocate(target, torch.float32)
+    filling = plan(hf_layout(declaration), target, 4, bucket_bytes=2048)
+    alone = Executor(filling, torch.float32, 0, [0] * target.num_ranks, CPU)
+    for bucket in range(alone.num_buckets):
+        for rank, flat in alone.exchange(bucket, values).items():
+            layout = alone.layout(bucket, rank)
+            assert layout is not None
+            copy_regions(parameters[rank], layout.regions, flat)
+    return parameters
+
+
+# ------------------------------------------------------------------------------------------------ Hugging Face
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("changes", [{}, {"head_dim": 4}], ids=["head_dim of hidden", "own head_dim"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_hf_tensors_are_those_that_transformers_saves(family: str, changes: dict, tied: bool, tmp_path: Path) -> None:
+    config = tiny_config(family, tied, **changes)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with safe_open(os.path.join(tmp_path, "model.safetensors"), "pt") as file:
+        saved = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    layout = hf_layout(declare(config))
+    assert dict(layout.tensors) == saved
+    assert dict(layout.shard(0).parameters) == saved
+    check_cover(layout)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_a_critic_is_what_transformers_saves_for_sequence_classification(family: str, tmp_path: Path) -> None:
+    config = tiny_config(family, tied=True, num_labels=1)
+    transformers.AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
+    with safe_open(os.path.join(tmp_path, "model.safetensors"), "pt") as file:
+        saved = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    assert declare_critic(config).tensors() == saved
+
+
+def test_files_hold_every_tensor_once_in_about_equal_parts() -> None:
+    declaration = declare(tiny_config(num_hidden_layers=4))
+    sizes = {name: math.prod(shape) for name, shape in declaration.tensors().items()}
+    for count in (1, 2, 3, 5):
+        layout = hf_files_layout(declaration, count)
+        names = [name for rank in range(layout.num_ranks) for name in layout.shard(rank).parameters]
+        assert names == list(declaration.tensors())
+        assert layout.num_ranks == count
+        biggest = max(sum(sizes[n] for n in layout.shard(r).parameters) for r in range(count))
+        assert biggest <= sum(sizes.values()) / count + max(sizes.values())
+
+
+def test_no_file_is_empty_where_one_tensor_is_larger_than_a_files_share() -> None:
+    declaration = declare(tiny_config(vocab_size=4096, num_hidden_layers=1, tied=True))
+    layout = hf_files_layout(declaration, 8)
+    assert all(layout.shard(rank).parameters for rank in range(layout.num_ranks))
+    check_cover(layout)
+
+
+# ------------------------------------------------------------------------------------------------ Megatron-Core
+
+
+def megatron_reference(
+    values: Parameters, config: Any, tied: bool, vocab: int, fused: bool, virtual: int, sizes: tuple[int, int], at: Any
+) -> Parameters:
+    """One rank's parameters by the rules with which a Megatron model was loaded whose logits equal transformers'."""
+    (tensor, pipeline), (t, p) = sizes, at
+    layers, heads, groups = config.num_hidden_layers, config.num_attention_heads, config.num_key_value_heads
+    dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+
+    def rows(x: torch.Tensor) -> torch.Tensor:
+        return x.chunk(tensor, 0)[t]
+
+    def padded(x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([x, torch.full((-len(x) % vocab, x.shape[1]), UNTOUCHED)])
+
+    def qkv(prefix: str, suffix: str) -> torch.Tensor:
+        q, k, v = (values[f"{prefix}.self_attn.{n}_proj.{suffix}"] for n in "qkv")
+        q, k, v = (x.view(groups, -1, *x.shape[1:]) for x in (q, k, v))
+        assert q.shape[1] == heads // groups * dim
+        return torch.cat([q, k, v], 1).reshape(-1, *q.shape[2:])
+
+    result: Parameters = {}
+    if p == 0:
+        result["embedding.word_embeddings.weight"] = rows(padded(values["model.embed_tokens.weight"]))
+    per_chunk = layers // pipeline // virtual
+    for layer in range(layers):
+        if layer // per_chunk % pipeline != p:
+            continue
+        hf, own = f"model.layers.{layer}", f"decoder.layers.{layer}."
+        first, second = ("self_attention.linear_qkv.layer_norm_weight", "mlp.linear_fc1.layer_norm_weight")
+        if not fused:
+            first, second = "input_layernorm.weight", "pre_mlp_layernorm.weight"
+        result[own + first] = values[f"{hf}.input_layernorm.weight"]
+        result[own + second] = values[f"{hf}.post_attention_layernorm.weight"]
+        result[own + "self_attention.linear_qkv.weight"] = rows(qkv(hf, "weight"))
+        if config.model_type == "qwen2":
+            result[own + "self_attention.linear_qkv.bias"] = rows(qkv(hf, "bias"))
+        result[own + "self_attention.linear_proj.weight"] = values[f"{hf}.self_attn.o_proj.weight"].chunk(tensor, 1)[t]
+        gate_up = [rows(values[f"{hf}.mlp.{name}_proj.weight"]) for name in ("gate", "up")]
+        result[own + "mlp.linear_fc1.weight"] = torch.cat(gate_up)
+        result[own + "mlp.linear_fc2.weight"] = values[f"{hf}.mlp.down_proj.weight"].chunk(tensor, 1)[t]
+    if p == pipeline - 1:
+        result["decoder.final_layernorm.weight"] = values["model.norm.weight"]
+        if not tied or pipeline > 1:
+            output = values["model.embed_tokens.weight" if tied else "lm_head.weight"]
+            result["output_layer.weight"] = rows(padded(output))
+    return result
+
+
+@pytest.mark.parametrize(
+    ("tensor", "pipeline", "virtual", "context", "data"),
+    [
+        (t, p, v, c, d)
+        for t in (1, 2, 4)
+        for p, v in ((1, 1), (2, 1), (2, 2))
+        for c, d in ((1, 1), (2, 1), (1, 2), (2, 2))
+    ],
+)
+def test_megatron_parameters_are_those_of_the_reference(
+    tensor: int, pipeline: int, virtual: int, context: int, data: int
+) -> None:
+    vocab = 8  # 37 -> 40
+    for family, tied, fused, head_dim in (("llama", False, True, 4), ("qwen2", True, False, 2)):
+        config = tiny_config(family, tied, head_dim=head_dim)
+        declaration = declare(config)
+        sizes = {"tensor": tensor, "pipeline": pipeline, "virtual_pipeline": virtual, "context": context}
+        target, _ = megatron(declaration, vocab, fused, data, **sizes)
+        check_cover(target)
+        values = distinct(declaration.tensors(), torch.float32)
+        filled = fill(target, values, declaration)
+        assert len(filled) == tensor * pipeline * context * data
+        for rank, parameters in enumerate(filled):
+            at = rank % tensor, rank // (tensor * context * data)
+            expected = megatron_reference(values, config, tied, vocab, fused, virtual, (tensor, pipeline), at)
+            assert_equal(parameters, expected, f"rank {rank}")
+
+
+def test_padding_rows_of_the_vocabulary_are_never_written() -> None:
+    declaration = declare(tiny_config())
+    target, _ = megatron(declaration, vocab=64, tensor=4)  # 37 rows over 4 ranks of 16: 16, 16, 5, 0
+    values = distinct(declaration.tensors(), torch.float32)
+    for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
+        shards = [parameters[name] for parameters in fill(target, values, declaration)]
+        assert [int((shard != UNTOUCHED).all(1).sum()) for shard in shards] == [16, 16, 5, 0]
+        assert [int((shard == UNTOUCHED).all(1).sum()) for shard in shards] == [0, 0, 11, 16]
+
+
+def test_replicas_over_data_and_context_share_a_shard() -> None:
+    layout, grid = megatron(declare(tiny_config()), tensor=2, pipeline=2, context=2, data=2)
+    assert len(layout.shards) == 4
+    for rank in range(grid.num_ranks):
+        here = grid.coordinates(rank)
+        same = grid.rank_of(tensor=here.tensor, pipeline=here.pipeline)
+        assert layout.shard(rank) is layout.shard(same)
+
+
+# ------------------------------------------------------------------------------------------------ SGLang
+
+
+def sglang_reference(values: Parameters, config: Any, tied: bool, size: int, rank: int) -> Parameters:
+    """One rank's parameters by the rules of SGLang 0.5.21's loaders (sglang/srt/layers)."""
+    heads, total_kv_heads = config.num_attention_heads, config.num_key_value_heads
+    # linear.py:1016, QKVParallelLinear.__init__: where tp_size >= total_num_kv_heads, one key/value head a rank
+    kv_heads, replicas = (1, size // total_kv_heads) if size >= total_kv_heads else (total_kv_heads // size, 1)
+    dim = config.head_dim
+
+    def qkv(prefix: str, suffix: str) -> torch.Tensor:
+        q, k, v = (values[f"{prefix}.{n}_proj.{suffix}"] for n in "qkv")
+        parameter = torch.full((heads // size * dim + 2 * kv_heads * dim, *q.shape[1:]), UNTOUCHED)
+        # linear.py:1323-1331, weight_loader: offsets of q, k and v in the parameter, and their sizes
+        offsets = {"q": 0, "k": heads // size * dim, "v": (heads // size + kv_heads) * dim}
+        for name, loaded in (("q", q), ("k", k), ("v", v)):
+            shard_size = (heads // size if name == "q" else kv_heads) * dim
+            # linear.py:1368-1372: shard_id = kv_tp_rank // num_kv_head_replicas, start_idx = shard_id * shard_size
+            start = (rank if name == "q" else rank // replicas) * shard_size
+            parameter.narrow(0, offsets[name], shard_size).copy_(loaded.narrow(0, start, shard_size))
+        return parameter
+
+    def gate_up(prefix: str) -> torch.Tensor:
+        shard_size = config.intermediate_size // size
+        parameter = torch.full((2 * shard_size, config.hidden_size), UNTOUCHED)
+        for index, name in enumerate(("gate", "up")):
+            # linear.py:685 and 713, MergedColumnParallelLinear.weight_loader: sum(output_sizes[:id]) // tp_size
+            loaded = values[f"{prefix}.{name}_proj.weight"].narrow(0, rank * shard_size, shard_size)
+            parameter.narrow(0, index * shard_size, shard_size).copy_(loaded)
+        return parameter
+
+    def row_parallel(loaded: torch.Tensor) -> torch.Tensor:
+        shard_size = loaded.shape[1] // size  # linear.py:1544, RowParallelLinear.weight_loader: input_dim is 1
+        return loaded.narrow(1, rank * shard_size, shard_size)
+
+    def vocabulary(loaded: torch.Tensor) -> torch.Tensor:
+        # vocab_parallel_embedding.py:47 and 56: padded to a multiple of 64; 363 and 372: an equal range a rank, cut off
+        # at the real vocabulary. (Line 509 fills the rest with zeros when SGLang itself loads; a plan leaves it alone.)
+        partition = -(-len(loaded) // 64) * 64 // size
+        start, stop = (min(rank_ * partition, len(loaded)) for rank_ in (rank, rank + 1))
+        parameter = torch.full((partition, loaded.shape[1]), UNTOUCHED)
+        parameter[: stop - start] = loaded[start:stop]
+        return parameter
+
+    result = {"model.embed_tokens.weight": vocabulary(values["model.embed_tokens.weight"])}
+    for layer in range(config.num_hidden_layers):
+        prefix = f"model.layers.{layer}"
+        for norm in ("input_layernorm.weight", "post_attention_layernorm.weight"):
+            result[f"{prefix}.{norm}"] = values[f"{prefix}.{norm}"]
+        # models/llama.py:543-547: stacked_params_mapping gives the names
+        result[f"{prefix}.self_attn.qkv_proj.weight"] = qkv(f"{prefix}.self_attn", "weight")
+        if config.model_type == "qwen2":
+            result[f"{prefix}.self_attn.qkv_proj.bias"] = qkv(f"{prefix}.self_attn", "bias")
+        result[f"{prefix}.self_attn.o_proj.weight"] = row_parallel(values[f"{prefix}.self_attn.o_proj.weight"])
+        result[f"{prefix}.mlp.gate_up_proj.weight"] = gate_up(f"{prefix}.mlp")
+        result[f"{prefix}.mlp.down_proj.weight"] = row_parallel(values[f"{prefix}.mlp.down_proj.weight"])
+    result["model.norm.weight"] = values["model.norm.weight"]
+    if not tied:  # models/llama.py:529: tied, lm_head is embed_tokens itself
+        result["lm_head.weight"] = vocabulary(values["lm_head.weight"])
+    return result
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4, 8])
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_sglang_parameters_are_those_of_its_loaders(family: str, tied: bool, kv_heads: int, size: int) -> None:
+    config = tiny_config(family, tied, num_key_value_heads=kv_heads, head_dim=2, vocab_size=70, num_hidden_layers=1)
+    declaration = declare(config)
+    target = sglang_layout(declaration, size, num_replicas=2, vocab_multiple=64)
+    values = distinct(declaration.tensors(), torch.float32)
+    for rank, parameters in enumerate(fill(target, values, declaration)):
+        assert_equal(parameters, sglang_reference(values, config, tied, size, rank % size), f"rank {rank}")
+    assert target.replica_of == tuple([0] * size + [1] * size)
+    check_cover(target, range(size))
+
+
+# ------------------------------------------------------------------------------------------------ all
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_pieces_lie_inside_their_parameters_and_cover_the_model(data: st.DataObject) -> None:
+    declaration = data.draw(declarations())
+    for strategy in (megatron_layouts, sglang_layouts):
+        layout = data.draw(strategy(declaration))
+        check_cover(layout)
+        for shard in layout.shards:
+            used: dict[str, torch.Tensor] = {n: torch.zeros(s) for n, s in shard.parameters.items()}
+            for piece in shard.pieces:
+                local = piece.local
+                matrix = used[piece.parameter].view(used[piece.parameter].shape[0], -1)
+                assert local.row1 <= matrix.shape[0]
+                assert local.col1 <= matrix.shape[1]
+                matrix[local.row0 : local.row1, local.col0 : local.col1] += 1
+            for name, count in used.items():
+                is_vocabulary = "embed" in name or "output_layer" in name or "lm_head" in name
+                assert count.max() <= 1, f"{name} holds two pieces at one place"
+                assert is_vocabulary or count.min() == 1, f"{name} has a hole"
+
+
+def test_check_cover_names_a_tensor_that_is_not_whole() -> None:
+    shard = Shard({"w": (2, 2)}, (Piece("w", Rect(0, 1, 0, 2), "w", 0, 0),))
+    with pytest.raises(ValueError, match=r"half: w has 4 elements, its pieces hold 2"):
+        check_cover(Layout("half", {"w": (2, 2)}, (shard,), (0,)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "tensor", "message"),
+    [
+        ({"hidden_size": 24, "num_attention_heads": 6, "num_key_value_heads": 2}, 4, "6 attention heads"),
+        ({"num_key_value_heads": 2}, 4, "2 key/value heads"),
+        ({"intermediate_size": 22}, 4, "22 feed-forward size"),
+        ({}, 3, "8 attention heads"),
+    ],
+)
+def test_a_tensor_size_that_does_not_divide_is_named(changes: dict, tensor: int, message: str) -> None:
+    declaration = declare(tiny_config(**changes))
+    with pytest.raises(ValueError, match=f"megatron tensor size {tensor} does not divide the model's {message}"):
+        megatron(declaration, tensor=tensor, vocab=tensor)
+
+
+def test_a_vocabulary_that_does_not_divide_after_padding_is_named() -> None:
+    declaration = declare(tiny_config())
+    with pytest.raises(ValueError, match="tensor size 4 does not divide the model's 38 rows of the padded vocabulary"):
+        megatron(declaration, tensor=4, vocab=2)
+
+
+def test_sglang_repeats_heads_only_where_the_ranks_are_a_multiple_of_them() -> None:
+    declaration = declare(tiny_config(hidden_size=24, num_attention_heads=12, num_key_value_heads=3))
+    with pytest.raises(ValueError, match="sglang tensor size 4 does not divide the model's 3 key/value heads"):
+        sglang_layout(declaration, 4, 1, 64)
+
+
+def test_layers_that_do_not_divide_over_the_stages_are_an_error() -> None:
+    with pytest.raises(ValueError, match="4 layers do not divide"):
+        megatron(declare(tiny_config()), pipeline=3)

@@ -1,0 +1,94 @@
+"""Tiny models and random layouts for the tests of this folder."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+from hypothesis import strategies as st
+
+from megarl.config import ParallelConfig
+from megarl.model.families import declare
+from megarl.parallel.topology import RankGrid
+from megarl.reshard.declaration import Declaration
+from megarl.reshard.layout import Layout
+from megarl.reshard.layouts import megatron_layout, sglang_layout
+
+
+def tiny_config(model_type: str = "llama", tied: bool = False, **changes: Any) -> Any:
+    """A transformers config. Vocabulary 37 pads to 40 or 64."""
+    import transformers
+
+    classes = {
+        "llama": transformers.LlamaConfig,
+        "qwen2": transformers.Qwen2Config,
+        "mistral": transformers.MistralConfig,
+    }
+    sizes: dict[str, Any] = {
+        "vocab_size": 37,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": tied,
+    }
+    return classes[model_type](**{**sizes, **changes})
+
+
+def plain_config(**sizes: Any) -> SimpleNamespace:
+    """The fields that families read, without transformers: for sizes that a real model would not have."""
+    return SimpleNamespace(**sizes)
+
+
+def megatron(
+    declaration: Declaration, vocab: int = 8, fused: bool = False, data: int = 1, **sizes: int
+) -> tuple[Layout, RankGrid]:
+    parallel = ParallelConfig(**sizes)
+    grid = RankGrid(parallel.model_size * data, parallel)
+    return megatron_layout(declaration, grid, vocab, fused), grid
+
+
+@st.composite
+def declarations(draw: st.DrawFn) -> Declaration:
+    kv_heads = draw(st.sampled_from([1, 2, 4]))
+    return declare(
+        plain_config(
+            model_type=draw(st.sampled_from(["llama", "qwen2"])),
+            vocab_size=draw(st.integers(1, 40)),
+            hidden_size=draw(st.integers(2, 5)),
+            intermediate_size=4 * draw(st.integers(1, 3)),
+            num_hidden_layers=draw(st.sampled_from([2, 4])),
+            num_attention_heads=kv_heads * draw(st.sampled_from([1, 2, 3, 4])),
+            num_key_value_heads=kv_heads,
+            head_dim=draw(st.integers(1, 3)),
+            tie_word_embeddings=draw(st.booleans()),
+        )
+    )
+
+
+@st.composite
+def megatron_layouts(draw: st.DrawFn, declaration: Declaration) -> Layout:
+    """At most 16 ranks."""
+    tensor = draw(st.sampled_from([t for t in (1, 2, 4) if declaration.num_kv_heads % t == 0]))
+    pipeline = draw(st.sampled_from([p for p in (1, 2) if declaration.num_layers % p == 0]))
+    virtual = draw(st.sampled_from([1, 2])) if pipeline == 2 and declaration.num_layers == 4 else 1
+    sizes = {
+        "tensor": tensor,
+        "pipeline": pipeline,
+        "virtual_pipeline": virtual,
+        "context": draw(st.sampled_from([1, 2])),
+    }
+    vocab = tensor * draw(st.integers(1, 5))
+    return megatron(declaration, vocab, draw(st.booleans()), data=draw(st.integers(1, 2)), **sizes)[0]
+
+
+@st.composite
+def sglang_layouts(draw: st.DrawFn, declaration: Declaration) -> Layout:
+    """At most 8 ranks."""
+    heads, kv_heads = declaration.num_heads, declaration.num_kv_heads
+    fits = [t for t in (1, 2, 4) if heads % t == 0 and (kv_heads % t == 0 or t % kv_heads == 0)]
+    tensor = draw(st.sampled_from(fits))
+    return sglang_layout(declaration, tensor, draw(st.integers(1, 2)), math.lcm(tensor, draw(st.sampled_from([8, 64]))))

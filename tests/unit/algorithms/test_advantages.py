@@ -1,0 +1,261 @@
+from __future__ import annotations
+
+import math
+import time
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.algorithms.advantages import (
+    GROUP_ADVANTAGES,
+    Moments,
+    dr_grpo,
+    gae,
+    gae_packed,
+    grpo,
+    rloo,
+    token_rewards,
+    whiten,
+)
+
+T, F = True, False
+score = st.floats(-10.0, 10.0)
+answers = st.lists(st.tuples(score, st.integers(0, 3)), min_size=1, max_size=16)
+
+
+def gae_by_definition(
+    rewards: list[float], values: list[float], mask: list[bool], gamma: float, lam: float
+) -> list[float]:
+    """A_t = sum_l (gamma lam)^l delta_{t+l} over the loss tokens, as the paper writes it."""
+    steps = [t for t, m in enumerate(mask) if m]
+    values_of_steps = [values[t] for t in steps] + [0.0]
+    deltas = [rewards[t] + gamma * after - v for t, (v, after) in zip(steps, pairwise(values_of_steps), strict=True)]
+    advantages = [0.0] * len(mask)
+    for i, t in enumerate(steps):
+        advantages[t] = sum((gamma * lam) ** j * delta for j, delta in enumerate(deltas[i:]))
+    return advantages
+
+
+class TestTokenRewards:
+    def test_worked_by_hand(self) -> None:
+        # Last loss token is position 2: 1 - 0.5 * 0.4 = 0.8. Position 0: -0.5 * 0.2 = -0.1. The others are masked.
+        rewards = token_rewards(1.0, torch.tensor([0.2, 7.0, 0.4, math.nan]), torch.tensor([T, F, T, F]), kl_coef=0.5)
+        torch.testing.assert_close(rewards, torch.tensor([-0.1, 0.0, 0.8, 0.0]))
+
+    def test_without_kl_only_the_last_loss_token_is_rewarded(self) -> None:
+        assert token_rewards(2.0, None, torch.tensor([T, T, F]), kl_coef=0.5).tolist() == [0.0, 2.0, 0.0]
+
+    def test_no_loss_token_no_reward(self) -> None:
+        assert token_rewards(2.0, None, torch.tensor([F, F]), kl_coef=0.5).tolist() == [0.0, 0.0]
+        assert token_rewards(2.0, None, torch.zeros(0, dtype=torch.bool), kl_coef=0.5).tolist() == []
+
+    def test_does_not_write_into_its_inputs(self) -> None:
+        kl = torch.tensor([1.0, 1.0])
+        token_rewards(1.0, kl, torch.tensor([T, T]), kl_coef=1.0)
+        assert kl.tolist() == [1.0, 1.0]
+
+
+class TestGAE:
+    def test_worked_by_hand(self) -> None:
+        # gamma = 0.5, lam = 0.5, gamma * lam = 0.25
+        # delta_2 = 4 + 0.5 * 0 - 2 = 2          A_2 = 2
+        # delta_1 = 0 + 0.5 * 2 - 3 = -2         A_1 = -2 + 0.25 * 2 = -1.5
+        # delta_0 = 1 + 0.5 * 3 - 1 = 1.5        A_0 = 1.5 - 0.25 * 1.5 = 1.125
+        # returns = A + V = 2.125, 1.5, 4
+        mask = torch.tensor([T, T, T])
+        advantages, returns = gae(torch.tensor([1.0, 0.0, 4.0]), torch.tensor([1.0, 3.0, 2.0]), mask, 0.5, 0.5)
+        assert advantages.tolist() == [1.125, -1.5, 2.0]
+        assert returns.tolist() == [2.125, 1.5, 4.0]
+
+    def test_observation_tokens_are_stepped_over(self) -> None:
+        # The same sequence with observations put between; what stands there must not matter, be it NaN.
+        junk = math.nan
+        mask = torch.tensor([F, T, F, F, T, T, F])
+        rewards = torch.tensor([junk, 1.0, junk, junk, 0.0, 4.0, junk])
+        values = torch.tensor([junk, 1.0, junk, junk, 3.0, 2.0, junk])
+        advantages, returns = gae(rewards, values, mask, 0.5, 0.5)
+        assert advantages.tolist() == [0.0, 1.125, 0.0, 0.0, -1.5, 2.0, 0.0]
+        assert returns.tolist() == [0.0, 2.125, 0.0, 0.0, 1.5, 4.0, 0.0]
+
+    def test_with_gamma_and_lam_one_the_return_is_the_score(self) -> None:
+        values = torch.tensor([0.3, -0.2, 0.9])
+        advantages, returns = gae(torch.tensor([0.0, 0.0, 1.0]), values, torch.tensor([T, T, T]), 1.0, 1.0)
+        torch.testing.assert_close(returns, torch.ones(3))
+        torch.testing.assert_close(advantages, 1.0 - values)
+
+    @given(st.data())
+    def test_equals_the_definition_for_any_packing(self, data: st.DataObject) -> None:
+        number = st.floats(-2.0, 2.0)
+        token = st.tuples(number, number, st.booleans())
+        sequences = data.draw(st.lists(st.lists(token, max_size=6), max_size=4))
+        gamma, lam = data.draw(st.floats(0.0, 1.0)), data.draw(st.floats(0.0, 1.0))
+        tokens = [token for sequence in sequences for token in sequence]
+        rewards = torch.tensor([r for r, _, _ in tokens], dtype=torch.float64)
+        values = torch.tensor([v for _, v, _ in tokens], dtype=torch.float64)
+        mask = torch.tensor([m for _, _, m in tokens], dtype=torch.bool)
+        advantages, returns = gae_packed(rewards, values, mask, [len(s) for s in sequences], gamma, lam)
+
+        expected: list[float] = []
+        for sequence in sequences:
+            columns = [r for r, _, _ in sequence], [v for _, v, _ in sequence], [m for _, _, m in sequence]
+            expected += gae_by_definition(*columns, gamma, lam)
+        torch.testing.assert_close(advantages, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(returns, torch.where(mask, advantages + values, 0.0), rtol=0, atol=0)
+
+    def test_is_float32_at_least_and_carries_no_gradient(self) -> None:
+        values = torch.zeros(2, dtype=torch.bfloat16, requires_grad=True)
+        advantages, returns = gae(torch.zeros(2), values, torch.tensor([T, T]), 1.0, 1.0)
+        assert advantages.dtype == returns.dtype == torch.float32
+        assert not advantages.requires_grad
+        assert not returns.requires_grad
+
+    def test_a_step_of_a_thousand_sequences_is_fast(self) -> None:
+        # 0.05 s on an idle core; the bound is for a busy one. A loop over tokens would take seconds.
+        lengths = [1000 - i % 500 for i in range(1024)]
+        rewards, values = torch.randn(sum(lengths)), torch.randn(sum(lengths))
+        mask = torch.rand(sum(lengths)) > 0.05
+        durations = []
+        for _ in range(5):
+            start = time.process_time()
+            gae_packed(rewards, values, mask, lengths, 1.0, 0.95)
+            durations.append(time.process_time() - start)
+        assert min(durations) < 0.5
+
+    def test_wrong_arguments_are_refused(self) -> None:
+        zeros, mask = torch.zeros(3), torch.tensor([T, T, T])
+        with pytest.raises(ValueError, match=r"values \(3, 1\) and its mask \(3,\)"):
+            gae(zeros, zeros[:, None], mask, 1.0, 1.0)
+        with pytest.raises(ValueError, match=r"must be bool, got torch\.float32"):
+            gae(zeros, zeros, mask.float(), 1.0, 1.0)
+        with pytest.raises(ValueError, match=r"gamma=1\.5"):
+            gae(zeros, zeros, mask, 1.5, 1.0)
+        with pytest.raises(ValueError, match="2 lengths with sum 4"):
+            gae_packed(zeros, zeros, mask, [2, 2], 1.0, 1.0)
+
+
+class TestGroups:
+    def test_grpo_worked_by_hand(self) -> None:
+        # Group a: 1, 2, 6: mean 3, deviations -2, -1, 3, variance (4 + 1 + 9) / 2 = 7, std 2.6457513.
+        # Group b: 4, 4: std 0 -> 0. Group c: one answer: mean 0, std 1.
+        advantages = grpo([1.0, 4.0, 2.0, 5.0, 6.0, 4.0], ["a", "b", "a", "c", "a", "b"])
+        assert advantages == pytest.approx([-0.7559289, 0.0, -0.3779645, 5.0, 1.1338934, 0.0], rel=2e-6)
+
+    def test_eps_is_added_to_the_standard_deviation(self) -> None:
+        # 0, 2: mean 1, std sqrt(2) = 1.4142136; 1 / 1.9142136 = 0.5224077
+        assert grpo([0.0, 2.0], [0, 0], eps=0.5) == pytest.approx([-0.5224077, 0.5224077])
+
+    def test_dr_grpo_only_subtracts_the_mean(self) -> None:
+        scores, groups = [1.0, 4.0, 2.0, 5.0, 6.0, 4.0], ["a", "b", "a", "c", "a", "b"]
+        assert dr_grpo(scores, groups) == [-2.0, 0.0, -1.0, 5.0, 3.0, 0.0]
+
+    def test_rloo_worked_by_hand(self) -> None:
+        # Group a: 1 - (2 + 6) / 2 = -3; 2 - (1 + 6) / 2 = -1.5; 6 - (1 + 2) / 2 = 4.5. Group c: no other answer.
+        assert rloo([1.0, 2.0, 5.0, 6.0], ["a", "a", "c", "a"]) == pytest.approx([-3.0, -1.5, 5.0, 4.5])
+
+    @pytest.mark.parametrize("name", GROUP_ADVANTAGES)
+    @given(answers=answers)
+    def test_a_group_sums_to_zero(self, name: str, answers: list[tuple[float, int]]) -> None:
+        scores, groups = [s for s, _ in answers], [g for _, g in answers]
+        advantages = GROUP_ADVANTAGES[name](scores, groups)
+        for group in set(groups):
+            if groups.count(group) > 1:
+                total = math.fsum(a for a, g in zip(advantages, groups, strict=True) if g == group)
+                assert total == pytest.approx(0.0, abs=1e-6)
+
+    @given(answers=answers)
+    def test_rloo_is_leave_one_out(self, answers: list[tuple[float, int]]) -> None:
+        for i, (advantage, (own, group)) in enumerate(
+            zip(rloo([s for s, _ in answers], [g for _, g in answers]), answers, strict=True)
+        ):
+            others = [s for j, (s, g) in enumerate(answers) if g == group and j != i]
+            baseline = sum(others) / len(others) if others else 0.0
+            assert advantage == pytest.approx(own - baseline, abs=1e-9)
+
+    @given(answers=answers, scale=st.floats(0.5, 20.0), shift=st.floats(-5.0, 5.0))
+    def test_grpo_ignores_scale_and_shift(self, answers: list[tuple[float, int]], scale: float, shift: float) -> None:
+        # Scores on a grid, so that a group is either constant or far from it.
+        scores, groups = [float(round(s)) for s, _ in answers] + [0.0], [0] * (len(answers) + 1)
+        moved = grpo([scale * s + shift for s in scores], groups)
+        assert moved == pytest.approx(grpo(scores, groups), abs=1e-4)
+
+    def test_wrong_arguments_are_refused(self) -> None:
+        for function in GROUP_ADVANTAGES.values():
+            with pytest.raises(ValueError, match="2 scores but 1 group"):
+                function([1.0, 2.0], ["a"])
+            with pytest.raises(ValueError, match="answer 1 in group 'b' is nan"):
+                function([1.0, math.nan], ["a", "b"])
+            assert function([], []) == []
+
+
+class TestWhitening:
+    def test_moments_worked_by_hand(self) -> None:
+        # 1, 2, 6: sum 9, squares 1 + 4 + 36 = 41, mean 3, variance (41 - 9 * 3) / 2 = 7
+        moments = Moments.of(torch.tensor([1.0, math.nan, 2.0, 6.0]), torch.tensor([T, F, T, T]))
+        assert moments == Moments(3, 9.0, 41.0)
+        assert (moments.mean, moments.variance) == (3.0, 7.0)
+        assert moments.std == pytest.approx(2.6457513)
+
+    def test_whiten_worked_by_hand(self) -> None:
+        # (x - 3) / sqrt(7): -0.7559289, -0.3779645, 1.1338934; without the shift 3 more.
+        values, mask = torch.tensor([1.0, math.nan, 2.0, 6.0]), torch.tensor([T, F, T, T])
+        moments = Moments.of(values, mask)
+        expected = torch.tensor([-0.7559289, 0.0, -0.3779645, 1.1338934])
+        torch.testing.assert_close(whiten(values, mask, moments), expected)
+        torch.testing.assert_close(
+            whiten(values, mask, moments, shift_mean=False), torch.where(mask, expected + 3.0, 0.0)
+        )
+
+    def test_eps_is_added_to_the_variance(self) -> None:
+        # 0, 2: mean 1, variance 2; 1 / sqrt(2 + 2) = 0.5
+        values, mask = torch.tensor([0.0, 2.0]), torch.tensor([T, T])
+        assert whiten(values, mask, Moments.of(values, mask), eps=2.0).tolist() == [-0.5, 0.5]
+
+    @given(st.lists(st.tuples(st.floats(-5.0, 5.0), st.booleans(), st.integers(0, 2)), max_size=30))
+    def test_ranks_that_add_their_moments_whiten_as_one(self, tokens: list[tuple[float, bool, int]]) -> None:
+        values = torch.tensor([v for v, _, _ in tokens], dtype=torch.float64)
+        mask = torch.tensor([m for _, m, _ in tokens], dtype=torch.bool)
+        rank = torch.tensor([r for _, _, r in tokens], dtype=torch.long)
+        parts = [Moments.of(values[rank == r], mask[rank == r]) for r in range(3)]
+        added, whole = parts[0] + parts[1] + parts[2], Moments.of(values, mask)
+        assert added.count == whole.count == int(mask.sum())
+        assert added.mean == pytest.approx(whole.mean, abs=1e-12)
+        assert added.variance == pytest.approx(whole.variance, abs=1e-10)
+        if whole.count > 1:
+            assert whole.variance == pytest.approx(float(values[mask].var()), abs=1e-10)
+            if whole.variance > 1e-3:
+                whitened = whiten(values, mask, added)[mask]
+                assert float(whitened.mean()) == pytest.approx(0.0, abs=1e-9)
+                assert float(whitened.std()) == pytest.approx(1.0, abs=1e-4)
+
+    def test_constant_or_lonely_values_become_zero(self) -> None:
+        for size in (1, 7):
+            values, mask = torch.full((size,), 0.1), torch.ones(size, dtype=torch.bool)
+            moments = Moments.of(values, mask)
+            assert moments.variance == pytest.approx(0.0, abs=1e-15)
+            assert whiten(values, mask, moments).abs().max() < 1e-3
+
+    def test_nothing_at_all(self) -> None:
+        values, mask = torch.tensor([1.0]), torch.tensor([F])
+        moments = Moments.of(values, mask)
+        assert (moments.count, moments.mean, moments.std) == (0, 0.0, 0.0)
+        assert whiten(values, mask, moments).tolist() == [0.0]
+
+    def test_sums_are_in_float64(self) -> None:
+        # In float32, 1e4^2 * 1000 leaves no room for a variance of 1.
+        values = torch.tensor([9999.0, 10001.0]).repeat(500)
+        # Deviations +-1 from 10000: variance 1000 / 999
+        assert Moments.of(values, torch.ones(1000, dtype=torch.bool)).variance == pytest.approx(1.001001, rel=1e-5)
+
+    def test_not_a_number_is_not_hidden(self) -> None:
+        values, mask = torch.tensor([1.0, math.nan]), torch.tensor([T, T])
+        assert math.isnan(Moments.of(values, mask).variance)
+        assert whiten(values, mask, Moments.of(values, mask)).isnan().all()
+
+    def test_wrong_arguments_are_refused(self) -> None:
+        with pytest.raises(ValueError, match="must be bool"):
+            Moments.of(torch.zeros(2), torch.ones(2))
+        with pytest.raises(ValueError, match=r"values \(2,\) and its mask \(1,\)"):
+            whiten(torch.zeros(2), torch.tensor([T]), Moments(1, 0.0, 0.0))

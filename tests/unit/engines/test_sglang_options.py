@@ -1,0 +1,131 @@
+"""What SGLang is asked and what its answers become, without starting it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from megarl.config import RolloutConfig, SGLangConfig
+from megarl.engines.sglang import CONTEXT_SLACK, check_requests, parse_output, sampling_options, server_options
+from megarl.types import GenerationRequest, SamplingParams
+
+KNOWN = [
+    *("model_path", "tp_size", "dtype", "context_length", "random_seed", "trust_remote_code", "skip_tokenizer_init"),
+    *("skip_server_warmup", "load_format", "custom_weight_loader", "weight_version", "log_level", "device"),
+    *("base_gpu_id", "mem_fraction_static", "max_running_requests", "enable_memory_saver", "attention_backend"),
+    *("disable_prefill_cuda_graph", "cuda_graph_max_bs_decode", "sampling_backend", "grammar_backend"),
+    *("disable_cuda_graph", "max_total_tokens", "enable_deterministic_inference"),
+]
+
+
+def options(device="cuda", known=KNOWN, sglang=None, **changes):
+    rollout = RolloutConfig(sglang=sglang or SGLangConfig())
+    return server_options("m", 2, rollout, "bf16", 768, seed=5, device=device, known=known, **changes)
+
+
+def test_tokens_go_in_and_come_out_and_weights_come_through_our_loaders():
+    chosen = options()
+    assert chosen["skip_tokenizer_init"] is True
+    assert chosen["custom_weight_loader"] == [
+        "megarl.reshard.transports.load_regions",
+        "megarl.reshard.transports.checksum_regions",
+        "megarl.reshard.transports.describe_parameters",
+    ]
+    assert (chosen["tp_size"], chosen["dtype"], chosen["random_seed"]) == (2, "bfloat16", 5)
+    assert chosen["context_length"] == 768 + CONTEXT_SLACK
+
+
+def test_cuda_sleeps_and_captures_decode_graphs_only():
+    chosen = options(base_gpu_id=3, sglang=SGLangConfig(memory_fraction=0.4, cuda_graph_max_batch=64))
+    assert chosen["enable_memory_saver"] is True
+    assert chosen["disable_prefill_cuda_graph"] is True
+    assert chosen["cuda_graph_max_bs_decode"] == 64
+    assert chosen["mem_fraction_static"] == 0.4
+    assert chosen["base_gpu_id"] == 3
+    assert options(sglang=SGLangConfig(sleep=False))["enable_memory_saver"] is False
+
+
+def test_names_that_this_sglang_lacks_are_left_out():
+    older = [n for n in KNOWN if n not in ("cuda_graph_max_bs_decode", "disable_prefill_cuda_graph")]
+    chosen = options(known=[*older, "cuda_graph_max_bs"])
+    assert chosen["cuda_graph_max_bs"] == 256
+    assert not {"cuda_graph_max_bs_decode", "disable_prefill_cuda_graph"} & set(chosen)
+    assert "cuda_graph_max_bs" not in options()
+
+
+def test_cpu_uses_backends_that_need_no_kernels_and_a_bounded_cache():
+    chosen = options("cpu")
+    assert chosen["attention_backend"] == "torch_native"
+    assert chosen["sampling_backend"] == "pytorch"
+    assert chosen["disable_cuda_graph"] is True
+    assert chosen["max_running_requests"] == 256
+    assert 768 < chosen["max_total_tokens"] <= 1 << 18
+    assert not {"enable_memory_saver", "base_gpu_id", "mem_fraction_static"} & set(chosen)
+
+
+def test_weights_that_come_by_sync_are_not_read():
+    assert options(load_weights=False)["load_format"] == "dummy"
+    assert options(load_weights=True)["load_format"] == "auto"
+
+
+def test_the_users_own_options_come_last():
+    chosen = options("cpu", sglang=SGLangConfig(options={"attention_backend": "triton", "max_running_requests": 2}))
+    assert chosen["attention_backend"] == "triton"
+    assert chosen["max_running_requests"] == 2
+    assert options(sglang=SGLangConfig(attention_backend="fa3"))["attention_backend"] == "fa3"
+
+
+def test_an_unknown_option_is_named_with_the_nearest():
+    with pytest.raises(ValueError, match="options.mem_fraction_statik: .* did you mean mem_fraction_static?"):
+        options(sglang=SGLangConfig(options={"mem_fraction_statik": 0.3}))
+
+
+def request(uid="a", prompt=3, **sampling):
+    return GenerationRequest(
+        uid, np.arange(prompt), SamplingParams(**{"max_new_tokens": 4, **sampling}), seed=2**40 + 7
+    )
+
+
+def test_sampling_options():
+    asked = sampling_options(request(temperature=0.5, top_p=0.9, top_k=3, stop_token_ids=(2, 1)))
+    assert asked == {
+        "max_new_tokens": 4,
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 3,
+        "stop_token_ids": [2, 1],
+        "sampling_seed": (2**40 + 7) % 2**31,
+    }
+
+
+@pytest.mark.parametrize("reason", ["stop", "length", "abort"])
+def test_an_answer_of_sglang(reason):
+    meta = {
+        "finish_reason": {"type": reason},
+        "output_token_logprobs": [(-0.5, 5, None), (-1.5, 2, None)],
+        "weight_version": "3",
+    }
+    result = parse_output("a", {"output_ids": [5, 2], "meta_info": meta}, weight_version=9)
+    assert result.response_ids.tolist() == [5, 2]
+    assert result.logprobs.tolist() == [-0.5, -1.5]
+    assert (result.uid, result.finish_reason, result.weight_version) == ("a", reason, 3)
+
+
+def test_a_request_aborted_before_it_began_has_an_empty_answer():
+    meta = {"finish_reason": {"type": "abort"}, "weight_version": "default"}
+    result = parse_output("a", {"text": "", "meta_info": meta}, weight_version=9)
+    assert len(result.response_ids) == len(result.logprobs) == 0
+    assert (result.finish_reason, result.weight_version) == ("abort", 9)
+
+
+@pytest.mark.parametrize(
+    ("requests", "message"),
+    [
+        ([request(), request()], "same uid"),
+        ([request(prompt=0)], "request a: the prompt is empty"),
+        ([request(prompt=7)], "request a: a prompt of 7 and an answer of 4 tokens are more than the engine's 10"),
+    ],
+)
+def test_requests_that_sglang_would_answer_wrongly(requests, message):
+    with pytest.raises(ValueError, match=message):
+        check_requests(requests, max_length=10)

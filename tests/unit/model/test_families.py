@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megarl.model.families import FAMILIES, VALUE_HEAD, declare, declare_critic
+from megarl.model.families.llama import head_dim
+
+
+def config(**changes: Any) -> SimpleNamespace:
+    sizes = {
+        "model_type": "llama",
+        "vocab_size": 10,
+        "hidden_size": 8,
+        "intermediate_size": 12,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": False,
+    }
+    return SimpleNamespace(**{**sizes, **changes})
+
+
+LLAMA_LAYER = {
+    "input_layernorm.weight": (8,),
+    "self_attn.q_proj.weight": (8, 8),
+    "self_attn.k_proj.weight": (4, 8),
+    "self_attn.v_proj.weight": (4, 8),
+    "self_attn.o_proj.weight": (8, 8),
+    "post_attention_layernorm.weight": (8,),
+    "mlp.gate_proj.weight": (12, 8),
+    "mlp.up_proj.weight": (12, 8),
+    "mlp.down_proj.weight": (8, 12),
+}
+QWEN2_BIASES = {"self_attn.q_proj.bias": (8,), "self_attn.k_proj.bias": (4,), "self_attn.v_proj.bias": (4,)}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "layer"),
+    [("llama", LLAMA_LAYER), ("mistral", LLAMA_LAYER), ("qwen2", {**LLAMA_LAYER, **QWEN2_BIASES})],
+)
+def test_tensors_by_hand(model_type: str, layer: dict[str, tuple[int, ...]]) -> None:
+    expected = {"model.embed_tokens.weight": (10, 8), "model.norm.weight": (8,), "lm_head.weight": (10, 8)}
+    expected |= {f"model.layers.{index}.{name}": shape for index in range(2) for name, shape in layer.items()}
+    assert declare(config(model_type=model_type)).tensors() == expected
+
+
+def test_every_family_of_the_table_declares() -> None:
+    for model_type in FAMILIES:
+        assert declare(config(model_type=model_type)).num_layers == 2
+
+
+def test_a_tied_model_has_no_head() -> None:
+    tensors = declare(config(tie_word_embeddings=True)).tensors()
+    assert "lm_head.weight" not in tensors
+    assert "model.embed_tokens.weight" in tensors
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_critic_has_a_value_head_in_place_of_the_output_layer(tied: bool) -> None:
+    tensors = declare_critic(config(tie_word_embeddings=tied)).tensors()
+    assert tensors[VALUE_HEAD] == (1, 8)
+    assert "lm_head.weight" not in tensors
+    body = declare(config(tie_word_embeddings=True)).tensors()
+    assert {name: shape for name, shape in tensors.items() if name != VALUE_HEAD} == body
+
+
+def test_head_dim_is_the_configs_own_or_follows_from_the_hidden_size() -> None:
+    assert head_dim(config()) == 2
+    assert head_dim(config(head_dim=None)) == 2
+    assert head_dim(config(head_dim=6)) == 6
+    assert declare(config(head_dim=6)).tensors()["model.layers.0.self_attn.o_proj.weight"] == (8, 24)
+
+
+def test_an_unknown_family_is_named_with_those_that_are_known() -> None:
+    message = "model_type 'gpt2' is not supported; megarl knows llama, mistral, qwen2"
+    with pytest.raises(ValueError, match=message):
+        declare(config(model_type="gpt2"))
