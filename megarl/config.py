@@ -1,17 +1,18 @@
 """The configuration: frozen dataclasses own every default, YAML holds overrides, the command line takes key=value.
 
-Loading order: dataclass -> file -> command line, then one validation that reports every violation at once. OmegaConf is used at this
-door only; everything behind it sees plain frozen dataclasses. Derived values are properties.
+Loading order: dataclass -> file -> command line, then one validation that reports every violation at once. OmegaConf
+is used at this door only; everything behind it sees plain frozen dataclasses. Derived values are properties.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import os
 import types as python_types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -54,6 +55,7 @@ class RunConfig:
     save_every: int = 0
     """Steps between checkpoints; 0: only at the end and when stopped."""
     keep_checkpoints: int = 3
+    """The newest so many are kept; 0: all."""
     validate_every: int = 0
     """Steps between validations; 0: only before the first and after the last step."""
     validate_before_training: bool = True
@@ -61,6 +63,8 @@ class RunConfig:
     """Write the trained actor as a Hugging Face folder at the end."""
     log_samples: int = 4
     """Answers shown in TensorBoard at every validation."""
+    max_skipped_updates: int = 5
+    """A non-finite gradient skips its update; this many in a row stop the run."""
     deadline: float = 1800.0
     """Seconds that any one stage of a step may take before the run stops with the name of the stage."""
     startup_deadline: float = 600.0
@@ -93,6 +97,8 @@ class ModelConfig:
     trust_remote_code: bool = False
     precision: Literal["bf16", "fp32"] = "bf16"
     """bf16 keeps fp32 main weights in the optimizer."""
+    compile: bool = True
+    """torch.compile where it pays, on GPUs: the arithmetic over the vocabulary."""
     create: CreateModelConfig | None = None
     """Make a model with random weights instead of reading `path`."""
 
@@ -314,7 +320,8 @@ class SyncConfig:
 
     bucket_mb: int = 512
     verify: Literal["checksum", "off"] = "checksum"
-    """checksum: after every sync a position-weighted checksum of each tensor is read back from the engine and compared."""
+    """checksum: after every sync a position-weighted checksum of each tensor is read back from the engine and
+    compared."""
 
 
 @dataclass(frozen=True)
@@ -559,9 +566,8 @@ def _build(default: Any, values: Mapping[str, Any], prefix: str, violations: lis
             inherited = getattr(default, name)
             arguments[name] = _build(section() if inherited is None else inherited, value, f"{key}.", violations)
         elif section is not None and not (value is None and type(None) in _options(annotation)):
-            violations.append(
-                f"{key}: is {value!r}, but it is a section with keys of its own: {', '.join(n for n, _ in _fields(section))}"
-            )
+            own = ", ".join(n for n, _ in _fields(section))
+            violations.append(f"{key}: is {value!r}, but it is a section with keys of its own: {own}")
         elif section is not None:
             arguments[name] = None
         else:
@@ -577,7 +583,7 @@ def _build(default: Any, values: Mapping[str, Any], prefix: str, violations: lis
 
 
 def validate(config: Config) -> list[str]:
-    """Every violation of a configuration: sizes that do not divide, missing files, settings that contradict each other."""
+    """Every violation: sizes that do not divide, missing files, settings that contradict each other."""
     found: list[str] = []
     found += _validate_sizes(config)
     found += _validate_batches(config)
@@ -598,17 +604,31 @@ def _validate_sizes(config: Config) -> Iterator[str]:
                 yield f"{role}.parallel.{item.name}: is {size}, must be at least 1"
         if parallel.model_size >= 1 and ranks % parallel.model_size:
             yield (
-                f"{role}.parallel: tensor {parallel.tensor} x pipeline {parallel.pipeline} x context {parallel.context} = {parallel.model_size} "
-                f"does not divide the {ranks} ranks (cluster.num_nodes x cluster.gpus_per_node); change one of them"
+                f"{role}.parallel: tensor {parallel.tensor} x pipeline {parallel.pipeline} x context "
+                f"{parallel.context} = {parallel.model_size} does not divide the {ranks} ranks (cluster.num_nodes x "
+                f"cluster.gpus_per_node); change one of them"
+            )
+        expert_size = parallel.expert_tensor * parallel.expert * parallel.pipeline
+        if expert_size >= 1 and ranks % expert_size:
+            yield (
+                f"{role}.parallel: expert_tensor {parallel.expert_tensor} x expert {parallel.expert} x pipeline "
+                f"{parallel.pipeline} = {expert_size} does not divide the {ranks} ranks (cluster.num_nodes x "
+                f"cluster.gpus_per_node); change one of them"
             )
         if parallel.sequence and parallel.tensor == 1:
             yield f"{role}.parallel.sequence: needs tensor > 1, but tensor is 1; set it to false"
         if parallel.virtual_pipeline > 1 and parallel.pipeline == 1:
-            yield f"{role}.parallel.virtual_pipeline: is {parallel.virtual_pipeline}, but pipeline is 1; set it to 1 or pipeline to 2 or more"
+            yield (
+                f"{role}.parallel.virtual_pipeline: is {parallel.virtual_pipeline}, but pipeline is 1; "
+                f"set it to 1 or pipeline to 2 or more"
+            )
     if config.rollout.tensor < 1 or ranks % max(config.rollout.tensor, 1):
         yield f"rollout.tensor: {config.rollout.tensor} does not divide the {ranks} ranks"
     if config.rollout.engine == "hf" and config.rollout.tensor != 1:
-        yield f"rollout.tensor: is {config.rollout.tensor}, but the hf engine has no tensor parallel; set it to 1 or rollout.engine to sglang"
+        yield (
+            f"rollout.tensor: is {config.rollout.tensor}, but the hf engine has no tensor parallel; "
+            f"set it to 1 or rollout.engine to sglang"
+        )
 
 
 def _validate_batches(config: Config) -> Iterator[str]:
@@ -618,7 +638,10 @@ def _validate_batches(config: Config) -> Iterator[str]:
     if config.rollout.n < 1:
         yield f"rollout.n: is {config.rollout.n}, must be at least 1"
     if config.algorithm.advantage in ("grpo", "rloo") and config.rollout.n < 2:
-        yield f"rollout.n: is {config.rollout.n}, but {config.algorithm.advantage} compares the answers to one prompt; set it to 2 or more"
+        yield (
+            f"rollout.n: is {config.rollout.n}, but {config.algorithm.advantage} compares the answers to one prompt; "
+            f"set it to 2 or more"
+        )
     roles = {"actor": (config.actor.batch, config.actor.parallel)}
     if config.needs_critic:
         roles["critic"] = (config.critic.batch, config.critic.parallel)
@@ -627,26 +650,37 @@ def _validate_batches(config: Config) -> Iterator[str]:
         if mini < 1 or prompts % max(mini, 1):
             yield f"{role}.batch.mini_batch_prompts: {mini} does not divide data.prompts_per_step = {prompts}"
         data_parallel = max(parallel.data_parallel(ranks), 1) if parallel.model_size >= 1 else 1
-        if mini * config.rollout.n < data_parallel:
+        if config.rollout.n >= 1 and mini * config.rollout.n < data_parallel:
             yield (
-                f"{role}.batch.mini_batch_prompts: {mini} prompts x {config.rollout.n} answers = {mini * config.rollout.n} samples "
-                f"for {data_parallel} data-parallel ranks; each rank needs at least one: raise it to {-(-data_parallel // config.rollout.n)} or more"
+                f"{role}.batch.mini_batch_prompts: {mini} prompts x {config.rollout.n} answers = "
+                f"{mini * config.rollout.n} samples for {data_parallel} data-parallel ranks; each rank needs at least "
+                f"one: raise it to {-(-data_parallel // config.rollout.n)} or more"
             )
-        for name, tokens in (
-            ("max_tokens_per_gpu", batch.max_tokens_per_gpu),
-            ("forward_max_tokens_per_gpu", batch.forward_max_tokens_per_gpu),
-        ):
-            multiple = parallel.sequence_multiple
-            longest = -(-config.max_length // multiple) * multiple
-            if batch.dynamic and tokens * parallel.context < longest:
-                yield (
-                    f"{role}.batch.{name}: {tokens} x context {parallel.context} is less than the longest sample, {longest} tokens "
-                    f"(data.max_prompt_length {config.data.max_prompt_length} + data.max_response_length {config.data.max_response_length}); raise it to {-(-longest // parallel.context)} or more"
-                )
+        if batch.dynamic:
+            for name in ("max_tokens_per_gpu", "forward_max_tokens_per_gpu"):
+                yield from _validate_tokens(config, f"{role}.batch.{name}", getattr(batch, name), parallel)
         if batch.epochs < 1:
             yield f"{role}.batch.epochs: is {batch.epochs}, must be at least 1"
         if batch.micro_batch_size < 1:
             yield f"{role}.batch.micro_batch_size: is {batch.micro_batch_size}, must be at least 1"
+    if config.needs_reference:
+        own = config.reference
+        key = "reference.forward_max_tokens_per_gpu"
+        yield from _validate_tokens(config, key, own.forward_max_tokens_per_gpu, own.parallel)
+
+
+def _validate_tokens(config: Config, key: str, tokens: int, parallel: ParallelConfig) -> Iterator[str]:
+    """A micro-batch must hold the longest sample."""
+    if parallel.model_size < 1 or parallel.sequence_multiple < 1:
+        return  # reported with the sizes
+    multiple = parallel.sequence_multiple
+    longest = -(-config.max_length // multiple) * multiple
+    if tokens * parallel.context < longest:
+        yield (
+            f"{key}: {tokens} x context {parallel.context} is less than the longest sample, {longest} tokens "
+            f"(data.max_prompt_length {config.data.max_prompt_length} + data.max_response_length "
+            f"{config.data.max_response_length}); raise it to {-(-longest // parallel.context)} or more"
+        )
 
 
 def _validate_paths(config: Config) -> Iterator[str]:
@@ -678,22 +712,81 @@ def _validate_paths(config: Config) -> Iterator[str]:
         yield f"run.resume: is {config.run.resume!r}: neither auto nor never, and no such folder"
 
 
+AT_LEAST_1 = (
+    "run.total_steps",
+    "run.total_epochs",
+    "run.max_skipped_updates",
+    "data.max_prompt_length",
+    "data.max_response_length",
+    "data.max_validation_prompts",
+    "actor.recompute.num_layers",
+    "critic.recompute.num_layers",
+    "algorithm.kl_horizon",
+    "rollout.max_batch",
+    "rollout.validation.n",
+    "rollout.sglang.max_running_requests",
+    "rollout.sglang.cuda_graph_max_batch",
+    "sync.bucket_mb",
+)
+AT_LEAST_0 = (
+    "run.critic_warmup",
+    "run.save_every",
+    "run.keep_checkpoints",
+    "run.validate_every",
+    "run.log_samples",
+    *(
+        f"{role}.optimizer.{name}"
+        for role in ("actor", "critic")
+        for name in ("lr", "min_lr", "warmup_steps", "weight_decay", "clip_grad")
+    ),
+    "actor.clip_low",
+    "actor.clip_high",
+    "actor.kl_loss_coef",
+    "algorithm.kl_in_reward_coef",
+    "rollout.validation.temperature",
+)
+ABOVE_0 = (
+    "run.deadline",
+    "run.startup_deadline",
+    "critic.value_clip",
+    "algorithm.kl_target",
+    "cluster.peak_tflops",
+)
+
+
 def _validate_values(config: Config) -> Iterator[str]:
-    if config.run.total_steps is not None and config.run.total_steps < 1:
-        yield f"run.total_steps: is {config.run.total_steps}, must be at least 1"
-    if config.run.total_epochs < 1:
-        yield f"run.total_epochs: is {config.run.total_epochs}, must be at least 1"
-    for key, value in (
-        ("run.save_every", config.run.save_every),
-        ("run.validate_every", config.run.validate_every),
-        ("run.critic_warmup", config.run.critic_warmup),
+    """Numbers out of range, and settings that contradict each other. What may be null is not looked at where it is."""
+    ranges: list[tuple[Sequence[str], Callable[[float], bool], str]] = [
+        (AT_LEAST_1, lambda value: value >= 1, "at least 1"),
+        (AT_LEAST_0, lambda value: value >= 0, "0 or more"),
+        (ABOVE_0, lambda value: value > 0, "above 0"),
+    ]
+    for keys, holds, words in ranges:
+        for key in keys:
+            number: float | None = functools.reduce(getattr, key.split("."), typing.cast(Any, config))
+            if number is not None and not holds(number):
+                yield f"{key}: is {number}, must be {words}"
+    for role, optimizer in (("actor", config.actor.optimizer), ("critic", config.critic.optimizer)):
+        if optimizer.schedule != "constant" and optimizer.min_lr > optimizer.lr:
+            yield f"{role}.optimizer.min_lr: is {optimizer.min_lr}, above {role}.optimizer.lr {optimizer.lr}; lower it"
+    if config.actor.clip_low > 1:
+        yield f"actor.clip_low: is {config.actor.clip_low}, must be at most 1 (0.2 is usual)"
+    for key, top_k in (
+        ("rollout.top_k", config.rollout.top_k),
+        ("rollout.validation.top_k", config.rollout.validation.top_k),
     ):
-        if value < 0:
-            yield f"{key}: is {value}, must be 0 or more"
-    if config.run.critic_warmup and not config.needs_critic:
-        yield f"run.critic_warmup: is {config.run.critic_warmup}, but algorithm.advantage {config.algorithm.advantage} has no critic; set it to 0"
+        if top_k < 1 and top_k != -1:
+            yield f"{key}: is {top_k}, must be at least 1, or -1 for all tokens"
+    if config.run.critic_warmup > 0 and not config.needs_critic:
+        yield (
+            f"run.critic_warmup: is {config.run.critic_warmup}, but algorithm.advantage {config.algorithm.advantage} "
+            f"has no critic; set it to 0"
+        )
     if config.rollout.temperature <= 0:
-        yield f"rollout.temperature: is {config.rollout.temperature}; training needs samples, so it must be above 0 (validation has its own)"
+        yield (
+            f"rollout.temperature: is {config.rollout.temperature}; training needs samples, so it must be above 0 "
+            f"(validation has its own)"
+        )
     for key, top_p in (
         ("rollout.top_p", config.rollout.top_p),
         ("rollout.validation.top_p", config.rollout.validation.top_p),
@@ -713,14 +806,6 @@ def _validate_values(config: Config) -> Iterator[str]:
         yield "algorithm.kl_target: needs algorithm.kl_in_reward_coef above 0 to adapt"
     if not 0 < config.rollout.sglang.memory_fraction < 1:
         yield f"rollout.sglang.memory_fraction: is {config.rollout.sglang.memory_fraction}, must be between 0 and 1"
-    if config.sync.bucket_mb < 1:
-        yield f"sync.bucket_mb: is {config.sync.bucket_mb}, must be at least 1"
-    for key, length in (
-        ("data.max_prompt_length", config.data.max_prompt_length),
-        ("data.max_response_length", config.data.max_response_length),
-    ):
-        if length < 1:
-            yield f"{key}: is {length}, must be at least 1"
 
 
 # ------------------------------------------------------------------------------------------------ the door
@@ -752,12 +837,14 @@ def load(path: str, overrides: Sequence[str] = ()) -> Config:
     if malformed:
         raise ConfigError([f"{o!r}: an override is written key=value" for o in malformed])
     try:
-        merged = OmegaConf.merge(OmegaConf.load(path), OmegaConf.from_dotlist(list(overrides)))
+        loaded = OmegaConf.load(path)
+        given: Any = loaded if OmegaConf.is_dict(loaded) else {}
+        merged = OmegaConf.merge(given, OmegaConf.from_dotlist(list(overrides)))
         values = OmegaConf.to_container(merged, resolve=True)
-    except (OmegaConfBaseException, YAMLError, ValueError) as error:
+    except (OmegaConfBaseException, YAMLError, OSError, TypeError, ValueError) as error:
         raise ConfigError([f"{path}: {error}"]) from error
-    if not isinstance(values, dict):
-        raise ConfigError([f"{path}: holds {type(values).__name__}, but must hold sections such as run: and model:"])
+    if not OmegaConf.is_dict(loaded):
+        raise ConfigError([f"{path}: is a list, but must hold sections such as run: and model:"])
     return build(typing.cast(dict[str, Any], values))
 
 

@@ -50,8 +50,8 @@ def length_metrics(name: str, lengths: Iterable[int], limit: int) -> dict[str, f
 
 
 def balance_metrics(lengths: Iterable[int], loads: Iterable[int], num_ranks: int) -> dict[str, float]:
-    """global_seqlen/*: tokens a data-parallel rank would have in the order of arrival (min, max, minmax_diff, mean), and has
-    after balancing (balanced_min, balanced_max)."""
+    """global_seqlen/*: tokens a data-parallel rank would have in the order of arrival (min, max, minmax_diff, mean),
+    and has after balancing (balanced_min, balanced_max)."""
     parts = [sum(part) for part in np.array_split(np.asarray(list(lengths), np.int64), num_ranks)]
     loads = list(loads)
     return {
@@ -67,7 +67,8 @@ def balance_metrics(lengths: Iterable[int], loads: Iterable[int], num_ranks: int
 class MetricsWriter:
     """Writes every step's metrics to TensorBoard files and to metrics.jsonl in the run folder.
 
-    A resumed run goes on in both: entries of steps after the one it resumes from are dropped.
+    A resumed run goes on in both: entries of steps after the one it resumes from are dropped. A run that starts anew
+    (first_step 0) drops all that an earlier one left in the folder.
     """
 
     def __init__(self, folder: str, first_step: int = 0) -> None:
@@ -76,8 +77,10 @@ class MetricsWriter:
         os.makedirs(folder, exist_ok=True)
         self.tensorboard_folder = os.path.join(folder, "tensorboard")
         self.jsonl = os.path.join(folder, "metrics.jsonl")
-        _drop_after(self.jsonl, first_step)
-        self._tensorboard = SummaryWriter(self.tensorboard_folder, purge_step=first_step + 1 if first_step else None)
+        # Step 0 is the validation before training: a new run writes it again.
+        first_written = first_step + 1 if first_step else 0
+        _drop_from(self.jsonl, first_written)
+        self._tensorboard = SummaryWriter(self.tensorboard_folder, purge_step=first_written)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append one step's metrics; what is not finite is kept as null in metrics.jsonl."""
@@ -107,10 +110,12 @@ def read_metrics(path: str) -> list[dict[str, Any]]:
         return [json.loads(line) for line in file if line.strip()]
 
 
-def _drop_after(path: str, step: int) -> None:
+def _drop_from(path: str, step: int) -> None:
+    """Drop the entries of this step and later ones, and a last line that a killed run left unfinished."""
     if not os.path.isfile(path):
         return
-    entries = [e for e in read_metrics(path) if e["step"] <= step]
+    with open(path) as file:
+        lines = [line for line in file if line.endswith("\n") and line.strip()]
     with open(path + ".tmp", "w") as file:
-        file.writelines(json.dumps(e) + "\n" for e in entries)
+        file.writelines(line for line in lines if json.loads(line)["step"] < step)
     os.replace(path + ".tmp", path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,9 +30,9 @@ def train(config: Config) -> Outcome:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(configuration.to_yaml(config))
     config = setup.create_inputs(config)
-    with StopRequest() as stop:
-        start_ray(config)
-        try:
+    start_ray(config)
+    try:
+        with StopRequest() as stop:  # after Ray, which takes SIGTERM for itself when it starts
             session, state = setup.build(config, stop)
             try:
                 outcome = run(session, state)
@@ -42,8 +43,8 @@ def train(config: Config) -> Outcome:
             session.rollout.shutdown()
             session.group.shutdown()
             return outcome
-        finally:
-            ray.shutdown()
+    finally:
+        ray.shutdown()
 
 
 def start_ray(config: Config) -> None:
@@ -80,11 +81,12 @@ def report_end(session: Session, outcome: Outcome, model: str | None) -> None:
 def run_training(config: Config) -> int:
     """Train, and turn what users can mend into a message and an exit code."""
     try:
-        train(config)
-    except (ValueError, FileNotFoundError, WorkerError) as error:
+        outcome = train(config)
+    except (ValueError, FileNotFoundError, ConnectionError, WorkerError) as error:
         print(error, file=sys.stderr)
         return 1
-    return 0
+    # As a shell reports it: a run that was asked to stop has not done all its steps.
+    return 128 + signal.Signals[outcome.stopped_by] if outcome.stopped_by else 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,6 +1,7 @@
 """The values that travel between the parts of megarl. Nothing here computes; everything is frozen.
 
-Lengths: P prompt tokens, R response tokens. Token arrays are numpy, so that they pass through Ray's object store without a copy.
+Lengths: P prompt tokens, R response tokens. Token arrays are numpy, so that they pass through Ray's object store
+without a copy.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """Ask an engine for one answer to one prompt. `seed` makes the seeded engines reproducible whatever shares their batch."""
+    """Ask an engine for one answer to one prompt. `seed` makes the seeded engines reproducible whatever shares their
+    batch."""
 
     uid: str
     """Unique over the run: "<prompt uid>/<answer number>"."""
@@ -69,7 +71,8 @@ class GenerationResult:
 
 @dataclass(frozen=True)
 class Sample:
-    """One answer with its reward: what the trainer learns from. It may hold tokens that several weight versions wrote."""
+    """One answer with its reward: what the trainer learns from. It may hold tokens that several weight versions
+    wrote."""
 
     uid: str
     group: str

@@ -81,7 +81,7 @@ class CpuCuda:
         torch.set_rng_state(state)
 
     def manual_seed(self, seed: int) -> None:
-        torch.random.default_generator.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
 
 
 _FACADE = "__megarl_cpu_cuda__"
@@ -155,6 +155,8 @@ def install() -> None:
             )
         # Megatron's jit_fuser is torch.compile: 3 to 13 s a process for kernels that a CPU run never repays.
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+        if "torch._dynamo.config" in sys.modules:  # it has read the environment already
+            torch._dynamo.config.disable = True
         sys.meta_path.insert(0, _Finder())
     _installed = True
     fix_missing_transformer_engine()

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 MANIFEST = "manifest.json"
+_PARTIAL = ".partial"
 _FOLDER = re.compile(r"step_(\d+)$")
 
 
@@ -34,9 +35,13 @@ class CheckpointStore:
         self.folder, self._keep = os.path.abspath(os.path.join(run_folder, "checkpoints")), keep
 
     def begin(self, step: int) -> str:
-        """A folder to write a checkpoint into; nobody takes it for one before `commit`."""
-        folder = os.path.join(self.folder, f"step_{step:06d}.partial")
-        shutil.rmtree(folder, ignore_errors=True)
+        """A folder to write a checkpoint into; nobody takes it for one before `commit`. What earlier saves left
+        unfinished goes."""
+        os.makedirs(self.folder, exist_ok=True)
+        for name in os.listdir(self.folder):
+            if name.endswith(_PARTIAL):
+                shutil.rmtree(os.path.join(self.folder, name), ignore_errors=True)
+        folder = os.path.join(self.folder, f"step_{step:06d}{_PARTIAL}")
         os.makedirs(folder)
         return folder
 
@@ -47,11 +52,14 @@ class CheckpointStore:
             json.dump(asdict(state), file, indent=2)
             file.flush()
             os.fsync(file.fileno())
-        final = folder.removesuffix(".partial")
+        final = folder.removesuffix(_PARTIAL)
         shutil.rmtree(final, ignore_errors=True)
         os.rename(folder, final)
-        for old in self.complete()[: -self._keep] if self._keep > 0 else []:
-            shutil.rmtree(old, ignore_errors=True)
+        if self._keep > 0:
+            # A run that resumed from an older checkpoint may find newer ones: its own must not go for being older.
+            others = [other for other in self.complete() if other != final]
+            for old in others[: len(others) - (self._keep - 1)]:
+                shutil.rmtree(old, ignore_errors=True)
         return final
 
     def complete(self) -> list[str]:

@@ -87,7 +87,8 @@ def run(session: Session, state: DriverState) -> Outcome:
                 found = validate(session, step)
             metrics |= found
             score = _score(found)
-            state = replace(state, last_validation=score, best_validation=max(score, state.best_validation or score))
+            best = score if state.best_validation is None else max(score, state.best_validation)
+            state = replace(state, last_validation=score, best_validation=best)
         state = replace(
             state,
             step=step,
@@ -158,7 +159,8 @@ def versions() -> dict[str, str]:
 
 
 def _refresh_engine(session: Session, version: int) -> dict[str, float]:
-    """Memory in the order of a colocated engine: optimizer and gradients are off, weights on, sync, parameters off, KV cache on."""
+    """Memory in the order of a colocated engine: optimizer and gradients are off, weights on, sync, parameters off,
+    KV cache on."""
     session.rollout.wake_weights()
     with resident(session.group, "actor", session.config, training=False):
         timings = session.sync.run(version)

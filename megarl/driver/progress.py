@@ -22,7 +22,7 @@ class Progress:
         self.console.print(text, markup=False)
 
     def step(self, step: int, reward: float, validation: float | None, tokens_per_second: float) -> None:
-        """One line: step 12/120  reward 0.34  validation 0.41  3,412 tokens/s  1:12 left."""
+        """One line: step 12/120  reward 0.34  validation 0.41  3,412 tokens/s  0:01:12 left."""
         done = step - self.first_step
         left = (time.monotonic() - self._started) / max(done, 1) * (self.total_steps - step)
         shown = "-" if validation is None else f"{validation:.3f}"

@@ -1,4 +1,5 @@
-"""The rollout as the loop sees it: submit prompts, take the batch when its answers have ended, sleep while training, resume."""
+"""The rollout as the loop sees it: submit prompts, take the batch when its answers have ended, sleep while training,
+resume."""
 
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ class Rollout:
         self.config, self.workers, self.embedded = config, list(workers), embedded
         name = "hf engine of trainer rank" if embedded else "SGLang replica"
         self._callees = [Callee(f"{name} {i}", host) for i, host in enumerate(hosts)]
-        self._in_flight: list[list[tuple[Any, int, np.ndarray]]] = []
+        self._in_flight: list[list[tuple[Any, Callee]]] = []
 
     def submit(
         self,
@@ -60,31 +61,26 @@ class Rollout:
         reward: str,
         with_texts: bool = False,
     ) -> None:
-        """Start generation of `num_answers` answers to each prompt on all replicas; returns at once. `reward` is the name of the function
-        that scores them."""
+        """Start generation of `num_answers` answers to each prompt on all replicas; returns at once. `reward` is the
+        name of the function that scores them."""
         jobs = [Job(prompt, num_answers, sampling, seed, reward) for prompt in prompts]
         parts = np.array_split(np.arange(len(jobs)), len(self.workers))
         self._in_flight.append(
             [
-                (worker.generate.remote([jobs[i] for i in part], with_texts), index, part)
-                for index, (worker, part) in enumerate(zip(self.workers, parts, strict=True))
+                (worker.generate.remote([jobs[i] for i in part], with_texts), callee)
+                for worker, callee, part in zip(self.workers, self._callees, parts, strict=True)
                 if len(part)
             ]
         )
 
     def next_batch(self) -> RolloutBatch:
-        """The batch that was submitted first, when all its answers have ended and are scored."""
+        """The batch that was submitted first, in the order of its prompts, when all its answers have ended and are
+        scored."""
         assert self._in_flight, "next_batch without a batch submitted"
         calls = self._in_flight.pop(0)
-        results = gather(
-            [ref for ref, _, _ in calls],
-            [self._callees[i] for _, i, _ in calls],
-            "generation",
-            self.config.run.deadline,
-        )
-        order = np.concatenate([part for _, _, part in calls])
-        groups = [group for result in results for group in result]
-        return RolloutBatch([groups[i] for i in np.argsort(order, kind="stable")])
+        refs, callees = [ref for ref, _ in calls], [callee for _, callee in calls]
+        results = gather(refs, callees, "generation", self.config.run.deadline)
+        return RolloutBatch([group for result in results for group in result])  # replicas have consecutive prompts
 
     def sleep(self) -> None:
         """Give the weights' and the KV cache's memory back for training; no answer may be in flight."""
@@ -111,7 +107,8 @@ class Rollout:
         self._each("loading weights", "load_bucket", per_replica)
 
     def checksums(self, regions: Sequence[Sequence[ChecksumRegion]]) -> list[list[int]]:
-        """Per target rank the checksums of the regions of its tensor-parallel rank, read back from the engine's own parameters."""
+        """Per target rank the checksums of the regions of its tensor-parallel rank, read back from the engine's own
+        parameters."""
         return [rank for replica in self._all("reading weights back", "checksums", regions) for rank in replica]
 
     def set_version(self, version: int) -> None:

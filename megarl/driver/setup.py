@@ -1,4 +1,4 @@
-"""Builds a session from a configuration: data, processes, roles, rollout engine, sync; each part with its progress line."""
+"""Builds a session from a configuration: data, processes, roles, rollout engine, sync; each with its progress line."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import ray
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+from transformers.utils import logging as transformers_logging
 
 from megarl.config import Config, CreateDataConfig, CreateModelConfig, ModelConfig
 from megarl.data.arithmetic import write_arithmetic
@@ -45,6 +46,7 @@ def create_inputs(config: Config) -> Config:
 
 
 def _create_model(model: ModelConfig, create: CreateModelConfig, folder: str, seed: int) -> ModelConfig:
+    transformers_logging.disable_progress_bar()
     write_tiny_tokenizer(folder, create.alphabet)
     write_tiny_model(
         folder,
@@ -104,7 +106,8 @@ def stop_tokens(folder: str, tokenizer: Any) -> tuple[int, ...]:
 
 
 def build(config: Config, stop: StopRequest, progress_of: type[Progress] = Progress) -> tuple[Session, DriverState]:
-    """Start everything. Ray must be up. What can be wrong without a GPU (data, reward, checkpoint) is looked at first."""
+    """Start everything. Ray must be up. What can be wrong without a GPU (data, reward, checkpoint) is looked at
+    first."""
     folder = config.model.path
     assert folder is not None, "create_inputs comes first"
     say = progress_of(0).say
@@ -116,7 +119,8 @@ def build(config: Config, stop: StopRequest, progress_of: type[Progress] = Progr
     )
     prompts, train, validation = load_prompts(config, tokenizer)
     say(
-        f"data: {len(train)} training prompts ({train.num_dropped} dropped, {train.num_truncated} truncated), {len(validation or ())} for validation"
+        f"data: {len(train)} training prompts ({train.num_dropped} dropped, {train.num_truncated} truncated), "
+        f"{len(validation or ())} for validation"
     )
     checkpoints = CheckpointStore(config.run.folder, config.run.keep_checkpoints)
     checkpoint = checkpoints.find(config.run.resume)

@@ -1,4 +1,5 @@
-"""The learning half of a step: forward passes, advantages, updates, each timed. The driver sees lengths, scalars and sums only."""
+"""The learning half of a step: forward passes, advantages, updates, each timed. The driver sees lengths, scalars and
+sums only."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ from megarl.config import ActorConfig, BatchConfig, Config, CriticConfig, Offloa
 from megarl.data.schedule import StepSchedule, schedule_forward, schedule_step
 from megarl.driver.rollout import RolloutBatch
 from megarl.metrics import Stats, balance_metrics
+from megarl.workers.calls import WorkerError
 from megarl.workers.group import TrainerGroup
 from megarl.workers.messages import ForwardResult, UpdatePlan, limits
 
@@ -78,7 +80,7 @@ def learn(
     metrics |= _forward_metrics(outputs)
 
     with timer("adv"):
-        moments, kl, found = _advantages(learning, batch, assignments, outputs, kl_coef)
+        kl, found = _advantages(learning, batch, assignments, outputs, kl_coef)
         metrics |= found
     if "critic" in schedules:
         with timer("update_critic"), resident(group, "critic", config, training=True):
@@ -91,8 +93,9 @@ def learn(
 
 @contextlib.contextmanager
 def resident(group: TrainerGroup, role: str, config: Config, training: bool) -> Iterator[None]:
-    """A role's memory is on the GPU inside: parameters, and for training gradients and optimizer too. What the config offloads
-    goes back to the host afterwards."""
+    """A role's memory is on the GPU inside: parameters, and for training gradients and optimizer too. What the config
+    offloads goes back to the host afterwards, but not when a worker failed or Ctrl-C ends the run: ranks may be gone or
+    stuck in a collective, and a call to them would wait for the deadline and hide the first error."""
     offload = role_offload(config, role)
     wanted = {
         "parameters": offload.parameters,
@@ -104,6 +107,9 @@ def resident(group: TrainerGroup, role: str, config: Config, training: bool) -> 
         group.call(f"bringing the {role} to the GPU", "resume", role, kinds)
     try:
         yield
+    except (WorkerError, KeyboardInterrupt):
+        kinds = []
+        raise
     finally:
         if kinds:
             group.call(f"moving the {role} to the host", "release", role, kinds)
@@ -146,6 +152,7 @@ def _reference_assignment(learning: Learning, batch: RolloutBatch) -> list[list[
         hidden_size=learning.hidden_size,
         multiple=parallel.sequence_multiple,
         max_tokens=learning.config.reference.forward_max_tokens_per_gpu * parallel.context,
+        key="reference.forward_max_tokens_per_gpu",
     )
     return schedule.assignment
 
@@ -155,15 +162,17 @@ def _forward_batches(
 ) -> Sequence[Any]:
     config, parallel = learning.config, learning.config.roles()[role]
     if role == "reference":
+        key = "reference.forward_max_tokens_per_gpu"
         cut = {"max_tokens": config.reference.forward_max_tokens_per_gpu * parallel.context}
     else:
+        key = f"{role}.batch.forward_max_tokens_per_gpu"
         cut = limits(_trained(config, role).batch, parallel.context, forward=True)
     return schedule_forward(
         assignment,
         batch.lengths,
         multiple=parallel.sequence_multiple,
         count_multiple=parallel.pipeline if parallel.virtual_pipeline > 1 else 1,
-        key=f"{role}.batch.forward_max_tokens_per_gpu",
+        key=key,
         **cut,
     )
 
@@ -190,8 +199,9 @@ def _advantages(
     assignments: dict[str, Sequence[Sequence[int]]],
     outputs: dict[str, list[ForwardResult]],
     kl_coef: float,
-) -> tuple[Moments, Moments, dict[str, float]]:
-    """Move values and reference log-probs to the actor's ranks, compute there, whiten by everyone's sums, move returns back."""
+) -> tuple[Moments, dict[str, float]]:
+    """Move values and reference log-probs to the actor's ranks, compute there, whiten by everyone's sums, move returns
+    back."""
     config, group = learning.config, learning.group
     indices = assignments["actor"]
     for role, name in (("critic", "values"), ("reference", "reference_logprobs")):
@@ -224,7 +234,7 @@ def _advantages(
         metrics["critic/vf_explained_var"] = explained_variance(returns, residuals)
     if kl.count:
         metrics["actor/reward_kl_penalty"], metrics["actor/reward_kl_penalty_coeff"] = kl.mean, kl_coef
-    return moments, kl, metrics
+    return kl, metrics
 
 
 def _update(

@@ -1,4 +1,5 @@
-"""A step's metrics from what the driver knows: lengths, scores, seconds, memory. Names as in verl, so that figures compare."""
+"""A step's metrics from what the driver knows: lengths, scores, seconds, memory. Names as in verl, so that figures
+compare."""
 
 from __future__ import annotations
 
@@ -77,7 +78,8 @@ def _mfu(config: Config, lengths: Sequence[int], seconds: Mapping[str, float], f
 
 
 def validation_metrics(batch: RolloutBatch, n: int) -> dict[str, float]:
-    """val-core/<source>/reward/mean@n, best@n where n > 1, val-aux: std@n and the mean over all data."""
+    """val-core/<source>/reward/mean@n, best@n where n > 1, val-aux: std@n (over a prompt's answers, divided by n as in
+    verl) and the mean over all data."""
     scores = np.array(batch.scores, np.float64).reshape(-1, n)
     sources = np.array([batch.infos[group[0]].data_source for group in batch.groups])
     metrics = {"val-aux/all/reward/mean": float(scores.mean())}
@@ -86,7 +88,7 @@ def validation_metrics(batch: RolloutBatch, n: int) -> dict[str, float]:
         metrics[f"val-core/{source}/reward/mean@{n}"] = float(own.mean())
         if n > 1:
             metrics[f"val-core/{source}/reward/best@{n}"] = float(own.max(1).mean())
-            metrics[f"val-aux/{source}/reward/std@{n}"] = float(own.std(1, ddof=1).mean())
+            metrics[f"val-aux/{source}/reward/std@{n}"] = float(own.std(1).mean())
     lengths = [info.response_length for info in batch.infos]
     metrics["val-aux/all/response_length/mean"] = float(np.mean(lengths))
     return metrics

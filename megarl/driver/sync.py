@@ -1,4 +1,5 @@
-"""The sync of the actor's weights into the rollout engine: planned once, executed bucket by bucket, verified every time."""
+"""The sync of the actor's weights into the rollout engine: planned once, executed bucket by bucket, verified every
+time."""
 
 from __future__ import annotations
 

@@ -32,7 +32,8 @@ def attention_flops(hf_config: Any, lengths: Sequence[int]) -> float:
 
 
 def train_flops(hf_config: Any, lengths: Sequence[int], num_outputs: int) -> float:
-    """FLOPs of forward and backward over sequences of these lengths: 6 x parameters x tokens + 3 x forward attention."""
+    """FLOPs of forward and backward over sequences of these lengths: 6 x parameters x tokens + 3 x forward
+    attention."""
     dense = 6.0 * matmul_parameters(hf_config, num_outputs) * sum(lengths)
     return dense + 3.0 * attention_flops(hf_config, lengths)
 

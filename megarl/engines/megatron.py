@@ -22,7 +22,7 @@ from megarl.compat.megatron_cpu import install
 from megarl.config import OptimizerConfig, ParallelConfig, RecomputeConfig
 from megarl.data.packing import PackedBatch, join_zigzag, split_zigzag
 from megarl.engines.residency import KINDS, Kind, Residency, flatten
-from megarl.parallel.device import device
+from megarl.parallel.device import device, is_cuda
 from megarl.parallel.groups import RoleGroups
 from megarl.parallel.vocab import DEFAULT_CHUNK_SIZE, fused_logprobs, vocab_parallel_logprobs
 from megarl.types import FloatArray
@@ -120,6 +120,7 @@ class MegatronEngine:
         chunk_size: tokens whose logits are held in float32 at once.
         fused_output: never hold the logits of more than a chunk of tokens, at the price of one more product with the
             output weight in backward. Forward-only passes are always fused: there it costs nothing.
+        compiles: run the arithmetic over the vocabulary through torch.compile, on a GPU.
         overlap_grad_reduce: reduce gradients while backward still runs.
 
     Raises ValueError when the model cannot be expressed or the sizes do not divide it or the world."""
@@ -136,6 +137,7 @@ class MegatronEngine:
         timeout: float | None = None,
         chunk_size: int = DEFAULT_CHUNK_SIZE,
         fused_output: bool = True,
+        compiles: bool = True,
         overlap_grad_reduce: bool = True,
     ) -> None:
         if role == "reference" and optimizer is not None:
@@ -147,6 +149,7 @@ class MegatronEngine:
         self.optimizer_config = optimizer
         self.chunk_size = chunk_size
         self.fused_output = fused_output
+        self.compiles = compiles and is_cuda()
         self.groups = RoleGroups.build(parallel, seed, timeout)
         self.optimizer = None
         with self.groups.activate():
@@ -292,7 +295,14 @@ class MegatronEngine:
         if self.role == "critic":
             return TokenOutputs(values=output[0, :, 0].float())
         model = unwrapped(chunk)
-        rest = (self.groups.tensor, temperature, self.hf_config.vocab_size, self.chunk_size, with_entropy)
+        rest = (
+            self.groups.tensor,
+            temperature,
+            self.hf_config.vocab_size,
+            self.chunk_size,
+            with_entropy,
+            self.compiles,
+        )
         if model.stops_at_hidden:
             found = fused_logprobs(model.whole_hidden(output), model.output_weight, targets, *rest)
         else:

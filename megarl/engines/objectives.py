@@ -1,8 +1,8 @@
-"""What the actor and the critic minimise: the loss closures that Megatron's schedule calls, around the pure loss functions.
+"""What the actor and the critic minimise: the loss closures that Megatron's schedule calls, around the pure losses.
 
-Every per-token number they need comes packed with the micro-batch: `loss_weight` is the token's share of the loss over all ranks
-(algorithms/aggregation.py), `token_weight` is 1 / loss tokens of the mini-batch over all ranks, for metrics that are token means.
-So each sum here, added over micro-batches and ranks, is the global figure.
+Every per-token number they need comes packed with the micro-batch: `loss_weight` is the token's share of the loss over
+all ranks (algorithms/aggregation.py), `token_weight` is 1 / loss tokens of the mini-batch over all ranks, for metrics
+that are token means. So each sum here, added over micro-batches and ranks, is the global figure.
 """
 
 from __future__ import annotations
@@ -25,9 +25,8 @@ def policy_objective(config: ActorConfig) -> LossFunction:
 
     def objective(outputs: TokenOutputs, batch: TokenBatch) -> tuple[torch.Tensor, Sums]:
         assert outputs.logprobs is not None, "the actor's engine gives log-probs"
-        given, mask = batch.per_token, batch.mask
-        weight, token_weight = given["loss_weight"] * mask, given["token_weight"] * mask
-        # Where a token does not count, its old log-prob is 0 and its own is anything: keep infinities out of the ratio.
+        given, mask = _counted(batch), batch.mask
+        weight, token_weight = given["loss_weight"], given["token_weight"]
         logprobs = torch.where(mask, outputs.logprobs, 0.0)
         policy = policy_loss(
             logprobs, given["old_logprobs"], given["advantages"], config.clip_low, config.clip_high, config.dual_clip
@@ -57,8 +56,8 @@ def value_objective(config: CriticConfig) -> LossFunction:
 
     def objective(outputs: TokenOutputs, batch: TokenBatch) -> tuple[torch.Tensor, Sums]:
         assert outputs.values is not None, "the critic's engine gives values"
-        given, mask = batch.per_token, batch.mask
-        weight, token_weight = given["loss_weight"] * mask, given["token_weight"] * mask
+        given, mask = _counted(batch), batch.mask
+        weight, token_weight = given["loss_weight"], given["token_weight"]
         values = torch.where(mask, outputs.values, 0.0)
         value = value_loss(values, given["old_values"], given["returns"], config.value_clip)
         loss = (value.loss * weight).sum()
@@ -70,3 +69,8 @@ def value_objective(config: CriticConfig) -> LossFunction:
         return loss, sums
 
     return objective
+
+
+def _counted(batch: TokenBatch) -> dict[str, torch.Tensor]:
+    """The per-token numbers, 0 on tokens that do not count: log-probs there may be anything, and 0 x inf is NaN."""
+    return {name: torch.where(batch.mask, values, 0.0) for name, values in batch.per_token.items()}

@@ -8,12 +8,13 @@ Captured graphs and IPC handles must not refer to these storages: their address 
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Literal, get_args
 
 import torch
 
-from megarl.parallel.device import empty_cache, is_cuda, synchronize
+from megarl.parallel.device import empty_cache, is_cuda, pinned_memory, synchronize
 
 Kind = Literal["parameters", "gradients", "optimizer"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -46,8 +47,8 @@ class Residency:
     ) -> None:
         self.tensors_of = tensors_of
         self.enabled = is_cuda() if enabled is None else enabled
-        self._released: dict[Kind, list[tuple[torch.UntypedStorage, int, torch.UntypedStorage | None]]] = {}
-        self._host: dict[tuple[Kind, int], torch.Tensor] = {}
+        self._released: dict[Kind, list[tuple[torch.UntypedStorage, int]]] = {}
+        self._host: dict[Kind, torch.Tensor] = {}
 
     def is_released(self, kind: Kind) -> bool:
         return kind in self._released
@@ -59,13 +60,12 @@ class Residency:
         for kind in kinds:
             if kind in self._released:
                 continue
-            moved = []
-            for number, storage in enumerate(self._storages(kind)):
-                size = storage.nbytes()
-                host = None if kind == "gradients" else self._host_copy(kind, number, storage)
-                moved.append((storage, size, host))
+            moved = [(storage, storage.nbytes()) for storage in self._storages(kind)]
+            if kind != "gradients":
+                for host, (storage, _) in zip(self._host_slices(kind, moved), moved, strict=True):
+                    host.copy_(_bytes(storage), non_blocking=True)
             synchronize()  # the copies must have ended before their source is freed
-            for storage, _, _ in moved:
+            for storage, _ in moved:
                 storage.resize_(0)
             self._released[kind] = moved
         empty_cache()
@@ -73,12 +73,15 @@ class Residency:
     def resume(self, kinds: Collection[Kind] = KINDS) -> None:
         """Bring these kinds back; those that are here are left alone."""
         for kind in kinds:
-            for storage, size, host in self._released.pop(kind, []):
+            moved = self._released.pop(kind, [])
+            for storage, size in moved:
                 storage.resize_(size)
-                if host is None:
-                    storage.fill_(0)
-                else:
-                    storage.copy_(host, non_blocking=True)
+            if kind == "gradients":
+                for storage, _ in moved:
+                    _bytes(storage).zero_()
+            else:
+                for host, (storage, _) in zip(self._host_slices(kind, moved), moved, strict=True):
+                    _bytes(storage).copy_(host, non_blocking=True)
         if self.enabled:
             synchronize()
 
@@ -97,7 +100,6 @@ class Residency:
         are the parameters themselves."""
         taken: set[int] = set()
         for earlier in KINDS[: KINDS.index(kind)]:
-            taken |= {s._cdata for s, _, _ in self._released.get(earlier, [])}
             taken |= {tensor.untyped_storage()._cdata for tensor in self.tensors_of[earlier]()}
         found: list[torch.UntypedStorage] = []
         for tensor in self.tensors_of[kind]():
@@ -107,12 +109,15 @@ class Residency:
                 found.append(storage)
         return found
 
-    def _host_copy(self, kind: Kind, number: int, storage: torch.UntypedStorage) -> torch.UntypedStorage:
-        """The content in host memory that is pinned once and kept: pinning takes longer than copying."""
-        key = (kind, number)
-        held = self._host.get(key)
-        if held is None or held.numel() != storage.nbytes():
-            held = self._host[key] = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=is_cuda())
-        host = held.untyped_storage()
-        host.copy_(storage, non_blocking=True)
-        return host
+    def _host_slices(self, kind: Kind, moved: list[tuple[torch.UntypedStorage, int]]) -> Iterator[torch.Tensor]:
+        """Parts of one flat buffer for each kind, which is locked once and kept: locking takes longer than copying."""
+        ends = list(itertools.accumulate((size for _, size in moved), initial=0))
+        if kind not in self._host or self._host[kind].numel() < ends[-1]:
+            self._host.pop(kind, None)
+            self._host[kind] = pinned_memory(ends[-1])
+        return (self._host[kind][start:end] for start, end in itertools.pairwise(ends))
+
+
+def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    """The storage as a tensor, uint8."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -389,6 +389,7 @@ class SGLangEngine:
         if hasattr(self, "_loop"):
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(timeout=5)
+        _close_sockets(engine, getattr(engine, "tokenizer_manager", None))
         for path in _socket_files(getattr(engine, "port_args", None)):
             with contextlib.suppress(OSError):
                 os.unlink(path)
@@ -668,6 +669,16 @@ def _is_worker(process: psutil.Process) -> bool:
     with contextlib.suppress(psutil.NoSuchProcess):
         return "resource_tracker" not in " ".join(process.cmdline())
     return False
+
+
+def _close_sockets(*owners: Any) -> None:
+    """Drop ZeroMQ's unsent messages: it would wait for ever to give them to a dead scheduler when it is collected."""
+    import zmq
+
+    held = [value for owner in owners if owner is not None for value in vars(owner).values()]
+    for value in held:
+        if isinstance(value, zmq.Socket) and not value.closed:
+            value.context.destroy(linger=0)
 
 
 def _socket_files(port_args: Any) -> Iterator[str]:

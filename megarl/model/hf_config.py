@@ -5,6 +5,7 @@ Nothing here imports megatron until `transformer_config` is called.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -71,7 +72,7 @@ def rope_theta(hf_config: Any) -> float:
 
 def head_dim(hf_config: Any) -> int:
     """Channels a head; hidden_size / num_attention_heads unless the file says otherwise."""
-    return getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
+    return int(getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads)
 
 
 def check_supported(hf_config: Any) -> None:
@@ -189,11 +190,7 @@ def _recompute_fields(recompute: RecomputeConfig | None) -> dict[str, Any]:
 
 def _has_gradient_accumulation_kernel() -> bool:
     """Apex's kernel that adds weight gradients into main_grad; Megatron's own linear layers raise without it."""
-    try:
-        import fused_weight_gradient_mlp_cuda  # type: ignore[import-not-found]  # noqa: F401
-    except ImportError:
-        return False
-    return True
+    return importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
 
 
 def _check_divisible(hf_config: Any, parallel: ParallelConfig) -> None:

@@ -16,7 +16,8 @@ def _batches(config: Config) -> list[str]:
     lines = [
         "batches",
         f"  {data.prompts_per_step} prompts x {n} answers = {config.samples_per_step} samples a step, "
-        f"at most {config.max_length} tokens each ({data.max_prompt_length} prompt + {data.max_response_length} response)",
+        f"at most {config.max_length} tokens each "
+        f"({data.max_prompt_length} prompt + {data.max_response_length} response)",
     ]
     lines += _updates(config, "actor", config.actor.batch)
     if config.needs_critic:
@@ -38,8 +39,8 @@ def _updates(config: Config, role: str, batch: BatchConfig) -> list[str]:
             f"in micro-batches of {batch.micro_batch_size} ({-(-samples // (data_parallel * batch.micro_batch_size))})"
         )
     return [
-        f"  {role}: {mini_batches} mini-batches of {batch.mini_batch_prompts} prompts ({samples} samples) x {batch.epochs} epochs "
-        f"= {mini_batches * batch.epochs} optimizer steps a step",
+        f"  {role}: {mini_batches} mini-batches of {batch.mini_batch_prompts} prompts ({samples} samples) "
+        f"x {batch.epochs} epochs = {mini_batches * batch.epochs} optimizer steps a step",
         f"    per data-parallel rank ({data_parallel}): about {samples / data_parallel:g} samples, {cut}",
     ]
 
@@ -62,7 +63,8 @@ def _grids(config: Config) -> list[str]:
     for role, grid in grids.items():
         sizes = grid.parallel
         lines.append(
-            f"  {role}: tensor {sizes.tensor} x pipeline {sizes.pipeline} x context {sizes.context} x data {grid.data_parallel_size} = {ranks} ranks"
+            f"  {role}: tensor {sizes.tensor} x pipeline {sizes.pipeline} x context {sizes.context} "
+            f"x data {grid.data_parallel_size} = {ranks} ranks"
         )
     lines.append("  rank  node  gpu  " + "  ".join(f"{role + ' tp/pp/cp/dp':<22}" for role in grids))
     for rank in range(ranks):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 
 import torch
@@ -47,6 +48,23 @@ def empty_cache() -> None:
     """Give back to the driver what torch's allocator keeps but does not use."""
     if is_cuda():
         torch.cuda.empty_cache()
+
+
+def pinned_memory(num_bytes: int) -> torch.Tensor:
+    """Host memory, uint8, that the device copies to and from at full speed; ordinary memory without CUDA.
+
+    It is locked in place: torch's own allocator of pinned memory rounds up to a power of two, up to twice the size.
+
+    Raises RuntimeError when the memory cannot be locked."""
+    memory = torch.empty(num_bytes, dtype=torch.uint8)
+    if is_cuda() and num_bytes:
+        runtime = torch.cuda.cudart()
+        error = int(runtime.cudaHostRegister(memory.data_ptr(), num_bytes, 0))
+        if error:
+            raise RuntimeError(f"cannot lock {num_bytes / 2**30:.1f} GiB of host memory: CUDA error {error}")
+        # The pages must be unlocked before they are given back; at the end of the process the driver does it.
+        weakref.finalize(memory, runtime.cudaHostUnregister, memory.data_ptr()).atexit = False
+    return memory
 
 
 @dataclass(frozen=True)

@@ -139,7 +139,7 @@ class RoleGroups:
         return self._group("_DATA_PARALLEL_GROUP_WITH_CP")
 
     def _group(self, name: str) -> dist.ProcessGroup:
-        group = self._state[name]
+        group: dist.ProcessGroup | None = self._state[name]
         assert group is not None, f"Megatron made no {name}"
         return group
 

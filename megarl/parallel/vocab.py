@@ -15,6 +15,7 @@ of one more product with the output weight in backward.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -40,6 +41,7 @@ def vocab_parallel_logprobs(
     vocab_size: int | None = None,
     chunk_size: int = DEFAULT_CHUNK_SIZE,
     with_entropy: bool = False,
+    compiles: bool = False,
 ) -> Logprobs:
     """Log-probability of each target, and the distribution's entropy, in nats, of softmax(logits / temperature).
 
@@ -51,6 +53,7 @@ def vocab_parallel_logprobs(
         vocab_size: columns from here on are padding and get probability 0; None: there is no padding.
         chunk_size: tokens that are held in float32 at once.
         with_entropy: also compute the entropy (one more number a token is held).
+        compiles: run each chunk's arithmetic through torch.compile.
 
     Returns (logprobs [T], entropy [T] or None), float32, the same on all ranks of the group, both differentiable.
 
@@ -59,7 +62,7 @@ def vocab_parallel_logprobs(
         raise ValueError(
             f"logits are {tuple(logits.shape)} and targets {tuple(targets.shape)}; need [T, V / tp] and [T]"
         )
-    shard = _shard(logits.shape[1], targets, group, temperature, vocab_size, chunk_size, with_entropy)
+    shard = _shard(logits.shape[1], targets, group, temperature, vocab_size, chunk_size, with_entropy, compiles)
     logprobs, entropy = _FromLogits.apply(logits, shard)
     return Logprobs(logprobs, entropy if with_entropy else None)
 
@@ -73,6 +76,7 @@ def fused_logprobs(
     vocab_size: int | None = None,
     chunk_size: int = DEFAULT_CHUNK_SIZE,
     with_entropy: bool = False,
+    compiles: bool = False,
 ) -> Logprobs:
     """`vocab_parallel_logprobs` of logits = hidden x weight^T.
 
@@ -86,7 +90,7 @@ def fused_logprobs(
             f"hidden is {tuple(hidden.shape)}, weight {tuple(weight.shape)} and targets {tuple(targets.shape)}; need "
             f"[T, H], [V / tp, H] and [T]"
         )
-    shard = _shard(weight.shape[0], targets, group, temperature, vocab_size, chunk_size, with_entropy)
+    shard = _shard(weight.shape[0], targets, group, temperature, vocab_size, chunk_size, with_entropy, compiles)
     logprobs, entropy = _FromHidden.apply(hidden, weight, shard)
     return Logprobs(logprobs, entropy if with_entropy else None)
 
@@ -101,6 +105,7 @@ class _Shard(NamedTuple):
     temperature: float
     chunk_size: int
     with_entropy: bool
+    compiles: bool
 
     @property
     def chunks(self) -> list[slice]:
@@ -116,6 +121,7 @@ def _shard(
     vocab_size: int | None,
     chunk_size: int,
     with_entropy: bool,
+    compiles: bool,
 ) -> _Shard:
     if temperature <= 0:
         raise ValueError(f"temperature is {temperature}; it must be above 0")
@@ -124,7 +130,7 @@ def _shard(
     column = targets - first
     is_here = (column >= 0) & (column < valid)
     column = column.clamp(0, max(valid - 1, 0))
-    return _Shard(column, is_here, valid, group, temperature, chunk_size, with_entropy)
+    return _Shard(column, is_here, valid, group, temperature, chunk_size, with_entropy, compiles)
 
 
 class _FromLogits(torch.autograd.Function):
@@ -170,7 +176,7 @@ class _FromHidden(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         for chunk in shard.chunks:
             logits = hidden[chunk] @ rows.T
-            part = _gradient(logits, chunk, shard, log_sums, entropy, *upstream).to(logits.dtype)
+            part = _gradient(logits, chunk, shard, log_sums, entropy, *upstream)
             torch.mm(part, rows, out=grad_hidden[chunk])
             grad_weight[: shard.valid] += part.T @ hidden[chunk]
         return grad_hidden, grad_weight.to(weight.dtype), None
@@ -182,18 +188,13 @@ def _statistics(
     """(logprobs [T], entropy [T] or empty, log-sum-exp [T]) over the whole vocabulary. logits_of: the valid columns of
     a chunk of tokens."""
     column = shard.column
-    # Of this rank's columns: the largest logit m, sum exp(z - m), sum exp(z - m) (z - m), the target's z.
     largest = torch.full(column.shape, -torch.inf, dtype=torch.float32, device=column.device)
-    sums, weighted, picked = (torch.zeros_like(largest) for _ in range(3))
+    picked, sums, weighted = (torch.zeros_like(largest) for _ in range(3))
+    reduce_chunk = _maybe_compiled(_chunk_statistics, shard.compiles)
     for chunk in shard.chunks:
-        scaled = logits_of(chunk).float() / shard.temperature
-        largest[chunk] = scaled.amax(dim=-1)
-        picked[chunk] = scaled.gather(1, column[chunk, None])[:, 0]
-        shifted = scaled.sub_(largest[chunk, None])
-        weights = shifted.exp() if shard.with_entropy else shifted.exp_()
-        sums[chunk] = weights.sum(dim=-1)
-        if shard.with_entropy:
-            weighted[chunk] = weights.mul_(shifted).sum(dim=-1)
+        found = reduce_chunk(logits_of(chunk), column[chunk], shard.temperature, shard.with_entropy)
+        for whole, part in zip((largest, picked, sums, weighted), found, strict=True):
+            whole[chunk] = part
     overall = _reduced(largest.clone(), dist.ReduceOp.MAX, shard.group)
     # All logits are taken relative to the largest one before anything is summed: so no digits are lost.
     shift = largest - overall
@@ -215,18 +216,68 @@ def _gradient(
     grad_logprobs: torch.Tensor | None,
     grad_entropy: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Of a chunk's valid columns, in float32."""
+    """Of a chunk's valid columns, in the logits' type."""
     if grad_logprobs is None:
         grad_logprobs = torch.zeros_like(log_sums)
-    log_softmax = (logits.float() / shard.temperature).sub_(log_sums[chunk, None])
-    softmax = log_softmax.exp()
-    if grad_entropy is None or not shard.with_entropy:
-        grad = softmax.mul_(-grad_logprobs[chunk, None])
-    else:
-        slope = log_softmax.add_(entropy[chunk, None]).mul_(grad_entropy[chunk, None])
-        grad = slope.add_(grad_logprobs[chunk, None]).mul_(softmax).neg_()
+    differentiate = _maybe_compiled(_chunk_gradient, shard.compiles)
     at_target = torch.where(shard.is_here[chunk], grad_logprobs[chunk], 0.0)
-    return grad.scatter_add_(1, shard.column[chunk, None], at_target[:, None]).div_(shard.temperature)
+    if grad_entropy is None or not shard.with_entropy:
+        of_entropy = None
+    else:
+        of_entropy = (entropy[chunk], grad_entropy[chunk])
+    column = shard.column[chunk]
+    return differentiate(
+        logits, column, log_sums[chunk], grad_logprobs[chunk], at_target, of_entropy, shard.temperature
+    )
+
+
+# ------------------------------------------------------------------------------------------------ a chunk of tokens
+
+
+def _chunk_statistics(
+    logits: torch.Tensor, column: torch.Tensor, temperature: float, with_entropy: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of each row of z = logits / temperature: the largest m, z at `column`, sum exp(z - m), and
+    sum exp(z - m) (z - m), which is left out (zeros) without entropy. Each [C], float32."""
+    scaled = logits.float() / temperature
+    largest = scaled.amax(dim=-1)
+    picked = scaled.gather(1, column[:, None])[:, 0]
+    shifted = scaled - largest[:, None]
+    weights = shifted.exp()
+    sums = weights.sum(dim=-1)
+    weighted = (weights * shifted).sum(dim=-1) if with_entropy else torch.zeros_like(sums)
+    return largest, picked, sums, weighted
+
+
+def _chunk_gradient(
+    logits: torch.Tensor,
+    column: torch.Tensor,
+    log_sums: torch.Tensor,
+    grad_logprobs: torch.Tensor,
+    at_target: torch.Tensor,
+    of_entropy: tuple[torch.Tensor, torch.Tensor] | None,
+    temperature: float,
+) -> torch.Tensor:
+    """The formulas at the top of this file. at_target: the log-prob's gradient where the target is a column of this
+    rank, else 0. of_entropy: (entropy, its gradient)."""
+    log_softmax = logits.float() / temperature - log_sums[:, None]
+    slope = grad_logprobs[:, None]
+    if of_entropy is not None:
+        entropy, grad_entropy = of_entropy
+        slope = slope + (log_softmax + entropy[:, None]) * grad_entropy[:, None]
+    is_target = torch.arange(logits.shape[1], device=logits.device) == column[:, None]
+    grad = torch.where(is_target, at_target[:, None], 0.0) - log_softmax.exp() * slope
+    return (grad / temperature).to(logits.dtype)
+
+
+@functools.cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """One kernel a pass in place of one an operation; the number of tokens may change without compiling anew."""
+    return torch.compile(function, dynamic=True)
+
+
+def _maybe_compiled(function: Callable[..., Any], compiles: bool) -> Callable[..., Any]:
+    return _compiled(function) if compiles else function
 
 
 def _reduced(tensor: torch.Tensor, operation: Any, group: Group) -> torch.Tensor:

@@ -271,7 +271,9 @@ def parameter_region(
     """
     if name not in parameters:
         close = difflib.get_close_matches(name, parameters, n=1)
-        raise ValueError(f"{name}: the engine has no such parameter" + (f"; the nearest is {close[0]}" if close else ""))
+        raise ValueError(
+            f"{name}: the engine has no such parameter" + (f"; the nearest is {close[0]}" if close else "")
+        )
     parameter = parameters[name].data
     if not parameter.is_contiguous():
         raise ValueError(

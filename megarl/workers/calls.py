@@ -1,4 +1,5 @@
-"""Remote calls with a deadline, whose errors name the rank, the host and the stage, and show the first real exception."""
+"""Remote calls with a deadline, whose errors name the rank, the host and the stage, and show the first real
+exception."""
 
 from __future__ import annotations
 
@@ -9,13 +10,24 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
+
+ECHOES = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "Application timeout caused pair closure",
+    "NCCL communicator was aborted",
+    "remote process exit",
+)
+"""What gloo and NCCL say on the ranks that are left when another one goes."""
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class WorkerError(RuntimeError):
-    """A worker failed, died or did not answer in time; the text says which one, on which host, in which stage, and why."""
+    """A worker failed, died or did not answer in time; the text says which one, on which host, in which stage, and
+    why."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +53,13 @@ def gather(refs: Sequence[Any], callees: Sequence[Callee], stage: str, deadline:
         done, _ = ray.wait(list(pending), num_returns=1, timeout=max(end - time.monotonic(), 0))
         if not done:
             waiting = ", ".join(f"{callees[i].name} on {callees[i].host}" for i in sorted(pending.values())[:8])
-            raise WorkerError(f"{stage}: no answer within {deadline:.0f} s from {waiting} (run.deadline)")
+            raise WorkerError(
+                f"{stage}: no answer within {deadline:g} s from {waiting} (run.deadline, at start run.startup_deadline)"
+            )
         index = pending.pop(done[0])
         try:
             results[index] = ray.get(done[0])
-        except (RayTaskError, RayActorError, GetTimeoutError) as error:
+        except RayError as error:
             failures = [(callees[index], error), *_other_failures(pending, callees)]
             callee, cause = min(failures, key=lambda f: _is_consequence(f[1]))
             raise WorkerError(f"{stage}: {callee.name} on {callee.host} failed: {_reason(cause)}") from cause
@@ -59,7 +73,7 @@ def _other_failures(pending: dict[Any, int], callees: Sequence[Callee]) -> list[
     for ref in done:
         try:
             ray.get(ref)
-        except (RayTaskError, RayActorError, GetTimeoutError) as error:
+        except RayError as error:
             failures.append((callees[pending[ref]], error))
     return failures
 
@@ -67,14 +81,13 @@ def _other_failures(pending: dict[Any, int], callees: Sequence[Callee]) -> list[
 def _is_consequence(error: Exception) -> bool:
     """Whether the error looks like the echo of another rank's failure."""
     text = str(error)
-    return any(
-        word in text
-        for word in ("Connection closed by peer", "Connection reset by peer", "NCCL communicator was aborted")
-    )
+    return any(word in text for word in ECHOES)
 
 
 def _reason(error: Exception) -> str:
     text = _COLOUR.sub("", str(error)).strip()
     if isinstance(error, RayTaskError):
         return f"{type(error.cause).__name__}: {error.cause}\n" + "\n".join(text.splitlines()[-25:])
-    return f"the process died ({type(error).__name__}): {text}"
+    if isinstance(error, RayActorError):
+        return f"the process died ({type(error).__name__}): {text}"
+    return f"{type(error).__name__}: {text}"

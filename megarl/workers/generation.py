@@ -34,7 +34,8 @@ class Job:
 
 @dataclass(frozen=True)
 class Group:
-    """The answers to one prompt, as the driver knows them: scalars, a reference to the samples, and texts where asked for."""
+    """The answers to one prompt, as the driver knows them: scalars, a reference to the samples, and texts where asked
+    for."""
 
     infos: tuple[SampleInfo, ...]
     samples: Any

@@ -1,4 +1,5 @@
-"""The trainer processes as one: calls go to all ranks together, arguments scattered by data-parallel rank, results gathered."""
+"""The trainer processes as one: calls go to all ranks together, arguments scattered by data-parallel rank, results
+gathered."""
 
 from __future__ import annotations
 

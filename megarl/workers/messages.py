@@ -1,4 +1,5 @@
-"""What trainer processes and the driver tell each other: plans, sums and references. Scalars only; tokens stay in the object store."""
+"""What trainer processes and the driver tell each other: plans, sums and references. Scalars only; tokens stay in the
+object store."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ class AdvantageResult:
 
 @dataclass(frozen=True)
 class WhitenedResult:
-    """Sums over one data-parallel rank's samples, and a reference to {sample index: returns [R]} for the critic's ranks."""
+    """Sums over one data-parallel rank's samples, and a reference to {sample index: returns [R]} for the critic's
+    ranks."""
 
     advantages: Stats
     returns: Stats

@@ -1,4 +1,5 @@
-"""Where Ray puts the trainer processes: one a GPU (or as many as asked for, without GPUs), sorted by node and device."""
+"""Where Ray puts the trainer processes: one a GPU (or as many as asked for, without GPUs), sorted by node and
+device."""
 
 from __future__ import annotations
 
@@ -38,15 +39,16 @@ def reserve(cluster: ClusterConfig, deadline: float) -> PlacementGroup | None:
     """Hold one bundle a GPU; None without GPUs, where processes need no reservation.
 
     Raises:
-        RuntimeError: Ray cannot give that many GPUs within the deadline; says what it has.
+        ValueError: Ray cannot give that many GPUs within the deadline; says what it has.
     """
     if not uses_gpus(cluster):
         return None
     group = placement_group([{"GPU": 1.0}] * cluster.num_ranks, strategy="PACK")
     if not group.wait(timeout_seconds=deadline):
         have = ray.cluster_resources().get("GPU", 0)
-        raise RuntimeError(
-            f"Ray gave no {cluster.num_ranks} GPUs within {deadline:.0f} s; the cluster has {have:.0f} (cluster.num_nodes, cluster.gpus_per_node)"
+        raise ValueError(
+            f"Ray gave no {cluster.num_ranks} GPUs within {deadline:.0f} s; the cluster has {have:.0f} "
+            f"(cluster.num_nodes, cluster.gpus_per_node)"
         )
     return group
 

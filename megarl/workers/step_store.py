@@ -1,4 +1,5 @@
-"""A trainer process's share of a step: its samples, and what forward passes and the advantage step computed for them."""
+"""A trainer process's share of a step: its samples, and what forward passes and the advantage step computed for
+them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """One trainer process: the roles it is a rank of, its share of each step, and (hf engine) the rollout engine it hosts.
 
-Every method is called by the group on all ranks together. Nothing here computes losses or advantages: it moves data between the
-object store, the engines and the pure functions. The driver imports this module to start the processes, so Megatron is imported
-where it is used: 4 seconds that the driver need not spend.
+Every method is called by the group on all ranks together. Nothing here computes losses or advantages: it moves data
+between the object store, the engines and the pure functions. The driver imports this module to start the processes, so
+Megatron is imported where it is used: 4 seconds that the driver need not spend.
 """
 
 from __future__ import annotations
@@ -77,6 +77,7 @@ class TrainerWorker:
         self.engines: dict[str, MegatronEngine] = {}
         self.grids: dict[str, RankGrid] = {}
         self.layouts: dict[str, Layout] = {}
+        self.skipped_in_a_row: dict[str, int] = {}
         self.store = StepStore()
         self.embedded: HFEngine | None = None
         self.scorer: Scorer | None = None
@@ -85,7 +86,8 @@ class TrainerWorker:
     # -------------------------------------------------------------------------------------------- building
 
     def build_role(self, role: str, folder: str) -> dict[str, Any]:
-        """Build a role's model and optimizer, and read its weights from a Hugging Face folder. Returns facts for the log."""
+        """Build a role's model and optimizer, and read its weights from a Hugging Face folder. Returns facts for the
+        log."""
         from megarl.engines.megatron import MegatronEngine
 
         config, parallel = self.config, self.config.roles()[role]
@@ -100,6 +102,7 @@ class TrainerWorker:
             recompute=trained.recompute if trained else None,
             seed=config.run.seed,
             timeout=config.run.deadline,
+            compiles=config.model.compile,
         )
         grid = RankGrid(self.num_ranks, parallel)
         declaration = declare_critic(hf_config) if role == "critic" else declare(hf_config)
@@ -117,7 +120,8 @@ class TrainerWorker:
             differ = sorted(n for n in planned.keys() | actual.keys() if planned.get(n) != actual.get(n))
             name = differ[0]
             raise ValueError(
-                f"{role}: the layout and Megatron differ in {len(differ)} parameters: {name} is {planned.get(name)} in the layout, {actual.get(name)} in Megatron"
+                f"{role}: the layout and Megatron differ in {len(differ)} parameters: {name} is {planned.get(name)} "
+                f"in the layout, {actual.get(name)} in Megatron"
             )
 
     def _load_role(self, role: str, folder: str, hf_config: Any, layout: Layout, engine: MegatronEngine) -> None:
@@ -207,7 +211,8 @@ class TrainerWorker:
         return AdvantageResult(result.moments, result.kl, Stats.of(result.rewards))
 
     def whiten(self, indices: Sequence[int], moments: Moments | None) -> WhitenedResult:
-        """Whiten the advantages by the moments of all ranks (None: leave them), and give the returns to the critic's ranks."""
+        """Whiten the advantages by the moments of all ranks (None: leave them), and give the returns to the critic's
+        ranks."""
         store = self.store
         samples = [store.samples[i] for i in indices]
         advantages = store.get("advantages", indices)
@@ -235,7 +240,8 @@ class TrainerWorker:
         trained = config.actor if role == "actor" else config.critic
         objective = policy_objective(config.actor) if role == "actor" else value_objective(config.critic)
         constant = config.actor.aggregation_constant if role == "actor" else None
-        engine, prefix = self.engines[role], role
+        has_entropy = role == "actor" and config.actor.entropy_coef != 0
+        engine = self.engines[role]
         totals: dict[str, list[float]] = {}
         step = steps.first_step
         for _ in range(trained.batch.epochs):
@@ -248,22 +254,33 @@ class TrainerWorker:
                 )
                 lr = learning_rate_of(trained.optimizer, step, steps.total_steps)
                 result = engine.train_step(
-                    batches, objective, lr=lr, temperature=config.rollout.temperature, with_entropy=role == "actor"
+                    batches, objective, lr=lr, temperature=config.rollout.temperature, with_entropy=has_entropy
                 )
                 step += 1
                 own = {
                     **result.sums,
-                    f"{prefix}/grad_norm": result.grad_norm,
-                    f"{prefix}/lr": lr,
-                    f"{prefix}/skipped_updates": float(not result.applied),
+                    f"{role}/grad_norm": result.grad_norm,
+                    f"{role}/lr": lr,
+                    f"{role}/skipped_updates": float(not result.applied),
                 }
                 for name, value in own.items():
                     totals.setdefault(name, []).append(value)
-        skipped = sum(totals.pop(f"{prefix}/skipped_updates", []))
+                self._count_skipped(role, result.applied, step, result.grad_norm)
+        skipped = sum(totals.pop(f"{role}/skipped_updates", []))
         return {
             **{name: float(np.mean(values)) for name, values in totals.items()},
-            f"{prefix}/skipped_updates": skipped,
+            f"{role}/skipped_updates": skipped,
         }
+
+    def _count_skipped(self, role: str, applied: bool, step: int, grad_norm: float) -> None:
+        """Stop the run when too many updates in a row were skipped; the same on every rank."""
+        self.skipped_in_a_row[role] = 0 if applied else self.skipped_in_a_row.get(role, 0) + 1
+        if self.skipped_in_a_row[role] >= self.config.run.max_skipped_updates:
+            raise FloatingPointError(
+                f"the {role}'s gradient norm was not finite ({grad_norm}) in {self.skipped_in_a_row[role]} updates in a "
+                f"row, the last one optimizer step {step}; its weights are those from before them. Lower "
+                f"{role}.optimizer.lr, look at the rewards, or raise run.max_skipped_updates"
+            )
 
     def _per_token(self, role: str) -> dict[str, str]:
         if role == "critic":
@@ -300,7 +317,8 @@ class TrainerWorker:
         return {"num_buckets": len(made.buckets), "summary": str(made.summary())}
 
     def sync_bucket(self, bucket: int) -> dict[int, bytes]:
-        """Exchange one bucket of the sync: straight into the embedded engine, or as payloads for the engines' processes."""
+        """Exchange one bucket of the sync: straight into the embedded engine, or as payloads for the engines'
+        processes."""
         assert self._sender is not None, "prepare_sync comes first"
         source = self.engines["actor"].parameters()
         if self.embedded is not None:

@@ -1,4 +1,4 @@
-"""A trainer process's part in moving weights: loading, the sync to the rollout engine, and saving a Hugging Face folder."""
+"""A trainer process's part in moving weights: loading, the sync to the rollout engine, saving a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class WeightSender:
             transports.copy_regions(target, layout.regions, flat)
 
     def export_bucket(self, bucket: int, source: Mapping[str, torch.Tensor]) -> dict[int, bytes]:
-        """Exchange a bucket; per target rank that this process hosts, the payload for its engine's process. The memory behind
-        a payload is overwritten by the next bucket."""
+        """Exchange a bucket; per target rank that this process hosts, the payload for its engine's process. The memory
+        behind a payload is overwritten by the next bucket."""
         payloads = {}
         for rank, flat in self._executor.exchange(bucket, source).items():
             layout = self._executor.layout(bucket, rank)
@@ -119,5 +119,6 @@ def compare_parameters(
     for name in sorted(planned.keys() | actual.keys()):
         if planned.get(name) != actual.get(name):
             raise ValueError(
-                f"{where}: parameter {name} is {actual.get(name, 'missing')} in the engine, {planned.get(name, 'missing')} in the plan"
+                f"{where}: parameter {name} is {actual.get(name, 'missing')} in the engine, "
+                f"{planned.get(name, 'missing')} in the plan"
             )

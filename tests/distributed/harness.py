@@ -69,6 +69,7 @@ def run(function: Callable[..., Any], num_ranks: int, *arguments: Any, deadline:
                 # Also after a clean end: a child may have left writer processes behind.
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(child.pid, signal.SIGKILL)
+                child.kill()
                 child.join()
 
 

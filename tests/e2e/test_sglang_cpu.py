@@ -302,7 +302,8 @@ def test_two_ranks_that_read_no_weights_and_the_end_of_one(tmp_path):
             replica.engine.load_bucket([right, wrong])
 
         answers = replica.engine.stream(make_requests(2, max_new_tokens=MAX_LENGTH - 4))
-        scheduler = next(p for p in psutil.Process().children() if "scheduler" in p.name())
+        # The other tests' replica, with one rank, may be running too.
+        scheduler = next(p for p in psutil.Process().children() if "scheduler_TP1" in p.cmdline()[0])
         scheduler.suspend()  # so that the answers cannot come before it ends
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
             waiting = pool.submit(next, answers)

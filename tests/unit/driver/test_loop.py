@@ -1,0 +1,206 @@
+"""The loop with everything around it faked: what comes when, what is saved, and how it ends."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megarl import config
+from megarl.algorithms.advantages import Moments
+from megarl.driver import loop
+from megarl.driver.checkpoint import CheckpointStore, DriverState, read_state
+from megarl.driver.loop import Session, run
+from megarl.driver.rollout import RolloutBatch
+from megarl.driver.step_metrics import Flops
+from megarl.driver.stop import StopRequest
+from megarl.metrics import MetricsWriter, read_metrics
+from megarl.types import SampleInfo
+from megarl.workers.generation import Group
+
+START = DriverState(0, {"row": 0}, {"actor": 0, "critic": 0}, 0.5, None)
+
+
+class World:
+    """Group, rollout, sync, prompts and progress in one: each call is an entry of `events`."""
+
+    def __init__(self, folder: Path, total_steps: int, scores: list[float], **sections: Any) -> None:
+        self.config = config.build(
+            {
+                "model": {"create": {}},
+                "data": {"create": {}},
+                **sections,
+                "run": {"dir": str(folder), "log_samples": 1, **sections.get("run", {})},
+            }
+        )
+        self.events: list[str] = []
+        self.validation_scores = iter(scores)
+        self.row, self.stop, self.stop_in, self.total_steps = 0, StopRequest(), 0, total_steps
+        self.texts: list[Any] = []
+        self.learned: list[tuple[int, float]] = []
+
+    def session(self, first_step: int = 0) -> Session:
+        self.checkpoints = CheckpointStore(self.config.run.folder, self.config.run.keep_checkpoints)
+        self.writer = MetricsWriter(self.config.run.folder, first_step)
+        progress = SimpleNamespace(
+            total_steps=self.total_steps, say=self.texts.append, step=lambda *line: self.texts.append(line)
+        )
+        return Session(
+            config=self.config,
+            group=SimpleNamespace(memory=dict, call=self.call),  # type: ignore[arg-type]
+            rollout=self,  # type: ignore[arg-type]
+            sync=SimpleNamespace(run=self.sync),  # type: ignore[arg-type]
+            prompts=SimpleNamespace(next=self.next, state_dict=lambda: {"row": self.row}),  # type: ignore[arg-type]
+            validation=SimpleNamespace(prompts=["validation"]),  # type: ignore[arg-type]
+            stop_token_ids=(2,),
+            learning=None,  # type: ignore[arg-type]
+            flops=Flops(None, None),
+            checkpoints=self.checkpoints,
+            writer=self.writer,
+            progress=progress,  # type: ignore[arg-type]
+            stop=self.stop,
+        )
+
+    def call(self, stage: str, method: str, *arguments: Any) -> list[Any]:
+        self.events.append(method)
+        if method == "save_checkpoint":
+            Path(arguments[0], "weights").write_text("w")
+        return []
+
+    def sync(self, version: int) -> dict[str, float]:
+        self.events.append(f"sync {version}")
+        return {}
+
+    def next(self) -> list[str]:
+        self.row += 1
+        return ["training"]
+
+    def submit(
+        self, prompts: list[str], n: int, sampling: Any, seed: int, reward: str, with_texts: bool = False
+    ) -> None:
+        self.what, self.sampling = prompts[0], sampling
+        self.events.append(f"submit {prompts[0]}")
+
+    def next_batch(self) -> RolloutBatch:
+        score = next(self.validation_scores) if self.what == "validation" else 1.0
+        texts = (("2+2=", "4"),) if self.what == "validation" else ()
+        return RolloutBatch([Group((SampleInfo("u", "g", 2, 3, 3, score, "stop", "s", 0),), None, texts)])
+
+    def sleep(self) -> None:
+        self.events.append("sleep")
+
+    def wake_weights(self) -> None:
+        self.events.append("wake weights")
+
+    def resume(self) -> None:
+        self.events.append("wake kv_cache")
+
+
+@pytest.fixture(autouse=True)
+def learn(monkeypatch: pytest.MonkeyPatch) -> list[World]:
+    """`learn` notes the step and the KL coefficient, counts one optimizer step, and has seen a KL of 3."""
+    worlds: list[World] = []
+
+    def fake(learning: Any, batch: Any, step: int, kl_coef: float, optimizer_steps: dict[str, int], timer: Any) -> Any:
+        worlds[0].events.append(f"learn {step}")
+        worlds[0].learned.append((step, kl_coef))
+        optimizer_steps["actor"] += 1
+        if step == worlds[0].stop_in:
+            worlds[0].stop.asked = "SIGTERM"
+        return {"critic/score/mean": 1.0}, Moments(2, 6.0, 18.0)
+
+    monkeypatch.setattr(loop, "learn", fake)
+    return worlds
+
+
+def world(worlds: list[World], *arguments: Any, **sections: Any) -> World:
+    made = World(*arguments, **sections)
+    worlds.append(made)
+    return made
+
+
+def test_the_order_of_a_step_is_that_of_a_colocated_engine(tmp_path: Path, learn: list[World]) -> None:
+    """Optimizer and gradients are off (never on here), weights on, sync, actor parameters off, KV cache on."""
+    made = world(learn, tmp_path, 1, [0.25, 0.75], actor={"offload": {"parameters": True, "optimizer": True}})
+    outcome = run(made.session(), START)
+    refresh = ["wake weights", "resume", "sync {}", "release", "wake kv_cache"]
+    assert made.events == [
+        *(event.format(0) for event in refresh),
+        "submit validation",
+        "submit training",
+        "sleep",
+        "learn 1",
+        *(event.format(1) for event in refresh),
+        "submit validation",
+        "save_checkpoint",
+    ]
+    assert (outcome.step, outcome.first_validation, outcome.last_validation, outcome.stopped_by) == (
+        1,
+        0.25,
+        0.75,
+        None,
+    )
+    assert made.texts[0] == "before training: validation 0.250"
+    assert made.sampling.temperature == 0.0
+
+
+def test_saving_and_validating_every_so_often(tmp_path: Path, learn: list[World]) -> None:
+    """Seven steps, saved every three, validated every two; both at the end too."""
+    made = world(
+        learn, tmp_path, 7, [0.0, 0.2, 0.6, 0.4, 0.5], run={"save_every": 3, "validate_every": 2, "keep_checkpoints": 0}
+    )
+    run(made.session(), START)
+    states = [read_state(folder) for folder in made.checkpoints.complete()]
+    assert [state.step for state in states] == [3, 6, 7]
+    assert [(state.last_validation, state.best_validation) for state in states] == [(0.2, 0.2), (0.4, 0.6), (0.5, 0.6)]
+    # What the driver needs to go on: rows taken, optimizer steps done, versions of what decided the numbers.
+    assert [(state.data_cursor, state.optimizer_steps["actor"]) for state in states] == [
+        ({"row": n}, n) for n in (3, 6, 7)
+    ]
+    assert states[0].versions["torch"]
+    entries = read_metrics(made.writer.jsonl)
+    assert [entry["step"] for entry in entries] == list(range(8))
+    assert [e["step"] for e in entries if "val-aux/all/reward/mean" in e] == [0, 2, 4, 6, 7]
+    for entry in entries[1:]:
+        stages = sum(entry[f"timing_s/{stage}"] for stage in ("gen", "update_weights"))
+        assert stages <= entry["timing_s/step"]
+        assert ("timing_s/save_checkpoint" in entry) == (entry["step"] in (3, 6, 7))
+
+
+def test_the_best_validation_may_be_negative(tmp_path: Path, learn: list[World]) -> None:
+    made = world(learn, tmp_path, 2, [0.0, -2.0, -1.0], run={"validate_every": 1})
+    run(made.session(), START)
+    (folder,) = made.checkpoints.complete()
+    assert read_state(folder).best_validation == 0.0
+
+
+def test_a_signal_lets_the_step_end_validates_and_saves(tmp_path: Path, learn: list[World]) -> None:
+    made = world(learn, tmp_path, 9, [0.0, 0.5])
+    made.stop_in = 2
+    outcome = run(made.session(), START)
+    assert (outcome.step, outcome.last_validation, outcome.stopped_by) == (2, 0.5, "SIGTERM")
+    assert made.events[-2:] == ["submit validation", "save_checkpoint"]
+    assert [read_state(folder).step for folder in made.checkpoints.complete()] == [2]
+
+
+def test_a_resumed_run_starts_after_its_step_without_validating_first(tmp_path: Path, learn: list[World]) -> None:
+    made = world(learn, tmp_path, 4, [0.5])
+    outcome = run(made.session(2), DriverState(2, {}, {"actor": 8, "critic": 8}, 0.5, 0.7, 0.6))
+    assert [step for step, _ in made.learned] == [3, 4]
+    assert made.events[:2] == ["wake weights", "sync 2"]
+    assert "submit validation" not in made.events[: made.events.index("learn 4")]
+    assert (outcome.first_validation, outcome.last_validation) == (None, 0.5)
+    # A run that was done has nothing to do again.
+    done = run(made.session(4), DriverState(4, {}, {"actor": 8, "critic": 8}, 0.5, 0.7, 0.6))
+    assert (done.step, done.last_validation) == (4, 0.6)
+
+
+def test_the_kl_coefficient_follows_its_target(tmp_path: Path, learn: list[World]) -> None:
+    """A KL of 3 against a target of 2 is 50 % too high, counted as 20 %; over one sample of a horizon of 10: x 1.02."""
+    sections = {"algorithm": {"kl_in_reward_coef": 0.5, "kl_target": 2.0, "kl_horizon": 10}}
+    made = world(learn, tmp_path, 3, [0.0, 0.0], **sections)
+    run(made.session(), START)
+    assert [coef for _, coef in made.learned] == pytest.approx([0.5, 0.51, 0.5202])
+    assert read_state(made.checkpoints.complete()[0]).kl_coef == pytest.approx(0.530604)

@@ -1,0 +1,155 @@
+"""The loss closures: sums that do not see the split, tokens that do not count, entropy and KL by hand."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megarl.config import ActorConfig, CriticConfig
+from megarl.engines.megatron import TokenBatch, TokenOutputs
+from megarl.engines.objectives import policy_objective, value_objective
+
+ACTOR = ActorConfig(entropy_coef=0.1, kl_loss_coef=0.2, kl_loss_kind="k1")
+
+
+def token_batch(mask: list[bool], **per_token: list[float]) -> TokenBatch:
+    return TokenBatch(torch.tensor(mask), {name: torch.tensor(values) for name, values in per_token.items()})
+
+
+def random_batch(count: int, *names: str) -> TokenBatch:
+    generator = torch.Generator().manual_seed(3)
+    values = {name: torch.randn(count, generator=generator) for name in names}
+    for name in ("loss_weight", "token_weight"):
+        values[name] = torch.rand(count, generator=generator)
+    return TokenBatch(torch.rand(count, generator=generator) < 0.7, values)
+
+
+POLICY = ("old_logprobs", "advantages", "reference_logprobs")
+VALUE = ("old_values", "returns")
+
+
+def part(batch: TokenBatch, where: slice) -> TokenBatch:
+    return TokenBatch(batch.mask[where], {name: values[where] for name, values in batch.per_token.items()})
+
+
+def add(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    assert first.keys() == second.keys()
+    return {name: first[name] + second[name] for name in first}
+
+
+@pytest.mark.parametrize("role", ["actor", "critic"])
+def test_two_micro_batches_add_up_to_one(role: str) -> None:
+    """Loss, metrics and gradient."""
+    batch = random_batch(40, *(POLICY if role == "actor" else VALUE))
+    objective = policy_objective(ACTOR) if role == "actor" else value_objective(CriticConfig())
+    own = torch.randn(40, generator=torch.Generator().manual_seed(4)).requires_grad_()
+    entropy = torch.rand(40, generator=torch.Generator().manual_seed(5)).requires_grad_()
+
+    def run(where: slice) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
+        outputs = TokenOutputs(own[where], entropy[where]) if role == "actor" else TokenOutputs(values=own[where])
+        return objective(outputs, part(batch, where))
+
+    loss, sums = run(slice(0, 40))
+    loss.backward()
+    whole, own.grad = own.grad, None
+    (first, first_sums), (second, second_sums) = run(slice(0, 13)), run(slice(13, 40))
+    (first + second).backward()
+    torch.testing.assert_close(first + second, loss)
+    torch.testing.assert_close(add(first_sums, second_sums), dict(sums))
+    torch.testing.assert_close(own.grad, whole)
+    assert whole is not None
+    assert whole.count_nonzero() > 10
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_tokens_that_do_not_count_get_exactly_no_gradient(bad: float) -> None:
+    """Whatever the model says there now, said before the update, and whatever the reference says."""
+    mask = [True, False, True, False]
+    weights = {"loss_weight": [0.5] * 4, "token_weight": [0.5] * 4}
+    bads = [-1.0, bad, -2.0, bad]
+    given = token_batch(mask, old_logprobs=bads, reference_logprobs=bads, advantages=[1.0, bad, -1.0, bad], **weights)
+    logprobs = torch.tensor([-1.1, bad, -2.1, bad], requires_grad=True)
+    entropy = torch.tensor([0.3, bad, 0.3, bad], requires_grad=True)
+    for kind in ("k1", "abs", "k2", "k3"):
+        loss, sums = policy_objective(replace(ACTOR, kl_loss_kind=kind))(TokenOutputs(logprobs, entropy), given)
+        assert loss.isfinite()
+        assert all(value.isfinite() for value in sums.values()), sums
+        logprob_grad, entropy_grad = torch.autograd.grad(loss, (logprobs, entropy))
+        for grad in (logprob_grad, entropy_grad):
+            assert (grad[[1, 3]] == 0).all()
+            assert (grad[[0, 2]] != 0).all()
+            assert grad.isfinite().all()
+    values = torch.tensor([1.0, bad, 2.0, bad], requires_grad=True)
+    given = token_batch(mask, old_values=[1.0, bad, 2.0, bad], returns=[2.0, bad, 0.0, bad], **weights)
+    loss, sums = value_objective(CriticConfig())(TokenOutputs(values=values), given)
+    (grad,) = torch.autograd.grad(loss, values)
+    assert grad.tolist() == [-0.5, 0.0, 1.0, 0.0]
+    assert all(value.isfinite() for value in sums.values()), sums
+
+
+def test_the_policy_loss_by_hand() -> None:
+    """Two loss tokens of weight 1/2. Ratios 1.5 (A = 2, clipped to 1.2: -2.4) and 1 (A = -1: 1): -0.7 in all.
+
+    Entropy (0.5 + 1.5) / 2 = 1, k1 to the reference (log 1.5 + 0.25) / 2.
+    """
+    log = math.log(1.5)
+    given = token_batch(
+        [True, True, False],
+        old_logprobs=[-2.0, -1.0, 0.0],
+        advantages=[2.0, -1.0, 9.0],
+        reference_logprobs=[-2.0, -1.25, 9.0],
+        loss_weight=[0.5, 0.5, 9.0],
+        token_weight=[0.5, 0.5, 9.0],
+    )
+    outputs = TokenOutputs(torch.tensor([log - 2.0, -1.0, 5.0]), torch.tensor([0.5, 1.5, 7.0]))
+    loss, sums = policy_objective(ACTOR)(outputs, given)
+    kl = (log + 0.25) / 2
+    expected = {
+        "actor/pg_loss": -0.7,
+        "actor/pg_clipfrac": 0.5,
+        "actor/pg_clipfrac_lower": 0.0,
+        "actor/ppo_kl": -log / 2,
+        "actor/entropy": 1.0,
+        "actor/kl_loss": kl,
+    }
+    assert {name: float(value) for name, value in sums.items()} == pytest.approx(expected)
+    assert float(loss) == pytest.approx(-0.7 - 0.1 * 1.0 + 0.2 * kl)
+
+
+def test_terms_that_the_config_does_not_ask_for_are_absent() -> None:
+    given = token_batch([True], old_logprobs=[-1.0], advantages=[1.0], loss_weight=[1.0], token_weight=[1.0])
+    loss, sums = policy_objective(ActorConfig())(TokenOutputs(torch.tensor([-1.0])), given)
+    assert float(loss) == -1.0
+    assert sums.keys() == {"actor/pg_loss", "actor/pg_clipfrac", "actor/pg_clipfrac_lower", "actor/ppo_kl"}
+
+
+def test_losses_and_metrics_have_weights_of_their_own() -> None:
+    """The aggregation decides the loss; metrics are means over tokens."""
+    given = token_batch(
+        [True, True],
+        old_logprobs=[-1.0, -1.0],
+        advantages=[1.0, 2.0],
+        reference_logprobs=[-1.5, -3.0],
+        loss_weight=[0.25, 1.0],
+        token_weight=[0.5, 0.5],
+    )
+    outputs = TokenOutputs(torch.tensor([-1.0, -1.0]), torch.tensor([1.0, 3.0]))
+    loss, sums = policy_objective(ACTOR)(outputs, given)
+    # Policy -(0.25 + 2), entropy 0.25 + 3, k1 0.25 x 0.5 + 2.
+    assert float(loss) == pytest.approx(-2.25 - 0.1 * 3.25 + 0.2 * 2.125)
+    assert [float(sums[f"actor/{name}"]) for name in ("pg_loss", "entropy", "kl_loss")] == [-2.25, 2.0, 1.25]
+    given = token_batch(
+        [True, True], old_values=[0.0, 0.0], returns=[2.0, 0.0], loss_weight=[0.25, 1.0], token_weight=[0.5, 0.5]
+    )
+    loss, sums = value_objective(CriticConfig(value_clip=0.5))(TokenOutputs(values=torch.tensor([1.0, 1.0])), given)
+    # Clipped to 0.5: errors 1.5 and 0.5 against plain ones of 1 and 1. The larger counts: 1.125 (clipped) and 0.5.
+    assert float(loss) == 0.25 * 1.125 + 0.5
+    assert {name: float(value) for name, value in sums.items()} == {
+        "critic/vf_loss": 0.25 * 1.125 + 0.5,
+        "critic/vf_clipfrac": 0.5,
+        "critic/vpred_mean": 1.0,
+    }

@@ -1,0 +1,207 @@
+"""A trainer process's share of a step, with an engine that writes down its batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megarl import config
+from megarl.algorithms.advantages import Moments
+from megarl.config import OptimizerConfig
+from megarl.data.packing import PackedBatch
+from megarl.engines.megatron import StepResult
+from megarl.parallel.topology import RankGrid
+from megarl.types import Sample
+from megarl.workers import trainer
+from megarl.workers.messages import UpdatePlan
+from megarl.workers.step_store import StepStore
+from megarl.workers.trainer import TrainerWorker, learning_rate_of
+
+
+class Engine:
+    """A log-prob is the target's token number, an entropy a hundredth of it, a value ten times it."""
+
+    def __init__(self, results: list[StepResult]) -> None:
+        self.results, self.steps = results, []
+
+    def forward(self, batches: list[PackedBatch], **options: Any) -> list[dict[str, np.ndarray]]:
+        self.options = options
+        found = []
+        for batch in batches:
+            tokens = batch.targets.astype(np.float32)
+            extra = {"entropy": tokens / 100} if options["with_entropy"] else {}
+            found.append({"logprobs": tokens, "values": tokens * 10, **extra})
+        return found
+
+    def train_step(self, batches: list[PackedBatch], objective: Any, *, lr: float, **options: Any) -> StepResult:
+        self.steps.append((batches, lr, options))
+        return self.results[len(self.steps) - 1]
+
+
+def sample(index: int, mask: list[bool]) -> Sample:
+    length = len(mask)
+    return Sample(
+        uid=f"u{index}",
+        group="g",
+        prompt_ids=np.array([1]),
+        response_ids=np.arange(length) + 10 * (index + 1),
+        rollout_logprobs=np.arange(length, dtype=np.float32) + 10 * (index + 1),
+        loss_mask=np.array(mask),
+        weight_versions=np.zeros(length, np.int64),
+        score=float(index),
+        finish_reason="stop",
+        data_source="s",
+    )
+
+
+MASKS = [[True, True], [True, False, True], [True], [True, True, True, True]]
+
+
+@pytest.fixture(autouse=True)
+def object_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reference is the thing itself."""
+    monkeypatch.setattr(trainer.ray, "put", lambda value: value)
+    monkeypatch.setattr(trainer.ray, "get", lambda refs: refs)
+
+
+def worker(rank: int = 0, results: list[StepResult] | None = None, **sections: Any) -> TrainerWorker:
+    """A rank of two data-parallel ranks, holding samples 0 to 3."""
+    made = TrainerWorker()
+    made.config = config.build(
+        {"model": {"create": {}}, "data": {"create": {}}, "cluster": {"gpus_per_node": 2}, **sections}
+    )
+    made.rank, made.skipped_in_a_row = rank, {}
+    engine = Engine(results or [])
+    made.engines = dict.fromkeys(made.config.roles(), engine)  # type: ignore[misc]
+    made.grids = {role: RankGrid(2, parallel) for role, parallel in made.config.roles().items()}
+    made.store = StepStore()
+    made.store.samples = {i: sample(i, mask) for i, mask in enumerate(MASKS)}
+    return made
+
+
+def test_forward_keeps_each_samples_values_and_sums_over_loss_tokens() -> None:
+    made = worker()
+    result = made.forward("actor", [[2, 1], [], [0]])
+    assert {i: v.tolist() for i, v in result.values.items()} == {0: [10, 11], 1: [20, 21, 22], 2: [30]}
+    assert [v.tolist() for v in made.store.get("old_logprobs", [0, 1, 2])] == [[10, 11], [20, 21, 22], [30]]
+    assert result.entropy is not None
+    assert (result.entropy.count, result.entropy.total) == (5, pytest.approx(0.1 + 0.11 + 0.2 + 0.22 + 0.3))
+    assert result.logprob_difference is not None
+    assert (result.logprob_difference.count, result.logprob_difference.max) == (5, 0.0)
+    values = made.forward("critic", [[1]])
+    assert values.stats is not None
+    assert (values.stats.count, values.stats.total) == (2, 200.0 + 220.0)
+    assert [v.tolist() for v in made.store.get("values", [1])] == [[200, 210, 220]]
+
+
+def test_ranks_that_repeat_anothers_output_send_nothing() -> None:
+    """Tensor rank 1 has the values that rank 0 sends."""
+    made = worker(1, actor={"parallel": {"tensor": 2}})
+    assert made.forward("actor", [[0]]).values is None
+    assert [v.tolist() for v in made.store.get("old_logprobs", [0])] == [[10, 11]]
+
+
+def test_only_what_is_missing_is_received() -> None:
+    made = worker()
+    made.store.put("values", {0: np.array([7.0])})
+    made.receive("values", [0, 1], [{0: np.array([8.0]), 3: np.array([9.0])}, {1: np.array([5.0])}])
+    assert {i: v.tolist() for i, v in made.store.all("values").items()} == {0: [7.0], 1: [5.0]}
+    made.receive("values", [0, 1], [None])  # all are here: nothing is looked at
+
+
+def test_rewards_become_advantages_and_returns() -> None:
+    """gamma = lam = 1: a return is the score; an advantage is the score less the value."""
+    made = worker()
+    indices = [0, 1]
+    made.forward("actor", [indices])
+    made.store.put("values", {0: np.array([0.5, 0.5], np.float32), 1: np.array([0.25, 9.0, 0.75], np.float32)})
+    result = made.advantages(indices, 0.0, None)
+    assert result.moments == Moments(4, -0.5 - 0.5 + 0.75 + 0.25, 0.25 + 0.25 + 0.5625 + 0.0625)
+    assert (result.rewards.total, result.kl.count) == (1.0, 0)
+    finished = made.whiten(indices, Moments(4, 2.0, 4.0))  # mean 0.5, variance 1
+    np.testing.assert_allclose(made.store.get("advantages", [1])[0], [0.25, 0.0, -0.25], atol=1e-6)
+    assert {i: v.tolist() for i, v in finished.returns_ref.items()} == {0: [0.0, 0.0], 1: [1.0, 0.0, 1.0]}
+    assert finished.return_moments == Moments(4, 2.0, 2.0)
+    assert finished.residuals == Moments(4, 0.0, 1.125)
+    assert finished.advantages.total == pytest.approx(-2.0)
+
+
+def test_without_a_critic_group_advantages_are_left_as_they_are() -> None:
+    made = worker(algorithm={"advantage": "grpo"}, rollout={"n": 2})
+    made.forward("actor", [[1, 3]])
+    made.advantages([1, 3], 0.0, [0.5, -0.5])
+    finished = made.whiten([1, 3], None)
+    assert (finished.advantages.count, finished.advantages.total, finished.returns_ref) == (6, 1.0 - 2.0, None)
+    assert [v.tolist() for v in made.store.get("advantages", [1, 3])] == [[0.5, 0.0, 0.5], [-0.5] * 4]
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "tokens", "expected"),
+    [
+        ("token-mean", 9, 1.0),
+        ("seq-mean-token-sum", 9, 9 / 4),  # the sum of a loss of 1 over 9 tokens in 4 sequences
+        ("seq-mean-token-mean", 9, 1.0),
+        ("constant", 9, 9 / 50),
+    ],
+)
+def test_loss_weights_of_all_ranks_add_up_to_the_aggregate(aggregation: str, tokens: int, expected: float) -> None:
+    """Of a loss that is 1 at every loss token; rank 0 has samples 0 and 1, rank 1 has 2 and 3."""
+    loss = count = 0.0
+    for rank, own in ((0, [[0], [1]]), (1, [[2, 3], []])):
+        made = worker(
+            rank,
+            [StepResult({}, 1.0, True)],
+            actor={"aggregation": aggregation, "aggregation_constant": 50.0},
+        )
+        for name in ("old_logprobs", "advantages"):
+            made.store.put(name, {i: np.zeros(len(mask), np.float32) for i, mask in enumerate(MASKS)})
+        made.update("actor", UpdatePlan([own], [(tokens, 4)], 0, 1))
+        ((batches, _, _),) = made.engines["actor"].steps  # type: ignore[attr-defined]
+        loss += sum(float(batch.per_token["loss_weight"][batch.mask].sum()) for batch in batches)
+        count += sum(float(batch.per_token["token_weight"][batch.mask].sum()) for batch in batches)
+    assert loss == pytest.approx(expected)
+    assert count == pytest.approx(1.0)
+
+
+def test_an_update_goes_through_epochs_and_mini_batches_with_its_learning_rates() -> None:
+    """Two epochs of two mini-batches from optimizer step 1 of 8, warming up over 4 steps: lr x 2/4, 3/4, 4/4, 1."""
+    results = [StepResult({"critic/vf_loss": float(i)}, 10.0 * i, i != 2) for i in range(4)]
+    made = worker(
+        results=results,
+        critic={"optimizer": {"lr": 1.0, "warmup_steps": 4}, "batch": {"epochs": 2}},
+        rollout={"temperature": 0.5},
+    )
+    for name, shift in (("values", 0), ("returns", 10)):
+        made.store.put(name, {i: np.full(len(mask), i + shift, np.float32) for i, mask in enumerate(MASKS)})
+    metrics = made.update("critic", UpdatePlan([[[0], [1]], [[3, 2]]], [(4, 2), (5, 2)], 1, 8))
+    steps = made.engines["critic"].steps  # type: ignore[attr-defined]
+    assert [[batch.num_sequences for batch in batches] for batches, _, _ in steps] == [[1, 1], [2]] * 2
+    assert [lr for _, lr, _ in steps] == [0.5, 0.75, 1.0, 1.0]
+    assert steps[0][2] == {"temperature": 0.5, "with_entropy": False}
+    assert steps[1][0][0].per_token["old_values"][:4].tolist() == [3.0] * 4
+    assert steps[1][0][0].per_token["returns"][:4].tolist() == [13.0] * 4
+    assert metrics == {
+        "critic/vf_loss": 1.5,
+        "critic/grad_norm": 15.0,
+        "critic/lr": 0.8125,
+        "critic/skipped_updates": 1.0,
+    }
+
+
+def test_a_run_shorter_than_its_warm_up_still_has_a_learning_rate() -> None:
+    options = OptimizerConfig(lr=1.0, schedule="cosine", warmup_steps=10)
+    assert [learning_rate_of(options, step, total_steps=2) for step in (0, 1)] == [0.1, 0.2]
+
+
+def test_updates_skipped_in_a_row_stop_the_run_and_one_applied_between_starts_the_count_anew() -> None:
+    applied = [False, True, False, False]
+    results = [StepResult({}, 1.0 if ok else float("nan"), ok) for ok in applied]
+    made = worker(results=results, run={"max_skipped_updates": 2}, algorithm={"advantage": "grpo"}, rollout={"n": 2})
+    made.store.put("old_logprobs", {i: np.zeros(len(m)) for i, m in enumerate(MASKS)})
+    made.store.put("advantages", {i: np.zeros(len(m)) for i, m in enumerate(MASKS)})
+    with pytest.raises(
+        FloatingPointError, match=r"actor's gradient norm was not finite .* 2 updates in a row, .* step 14"
+    ):
+        made.update("actor", UpdatePlan([[[i]] for i in range(4)], [(1, 1)] * 4, first_step=10, total_steps=100))
