@@ -277,8 +277,8 @@ class TrainerWorker:
         self.skipped_in_a_row[role] = 0 if applied else self.skipped_in_a_row.get(role, 0) + 1
         if self.skipped_in_a_row[role] >= self.config.run.max_skipped_updates:
             raise FloatingPointError(
-                f"the {role}'s gradient norm was not finite ({grad_norm}) in {self.skipped_in_a_row[role]} updates in a "
-                f"row, the last one optimizer step {step}; its weights are those from before them. Lower "
+                f"the {role}'s gradient norm was not finite ({grad_norm}) in {self.skipped_in_a_row[role]} updates in "
+                f"a row, the last one optimizer step {step}; its weights are those from before them. Lower "
                 f"{role}.optimizer.lr, look at the rewards, or raise run.max_skipped_updates"
             )
 

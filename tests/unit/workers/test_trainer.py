@@ -204,4 +204,4 @@ def test_updates_skipped_in_a_row_stop_the_run_and_one_applied_between_starts_th
     with pytest.raises(
         FloatingPointError, match=r"actor's gradient norm was not finite .* 2 updates in a row, .* step 14"
     ):
-        made.update("actor", UpdatePlan([[[i]] for i in range(4)], [(1, 1)] * 4, first_step=10, total_steps=100))
+        made.update("actor", UpdatePlan([[[i]] for i in range(4)], [(4, 1)] * 4, first_step=10, total_steps=100))
