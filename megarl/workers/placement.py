@@ -68,6 +68,7 @@ def environment(cluster: ClusterConfig) -> dict[str, str]:
     """Environment of every process of ours that Ray starts."""
     variables = {
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",  # a pool of compiler processes costs more than our few kernels
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
         # Every process sees all GPUs and takes its own by number: NCCL and CUDA IPC then find their peers.

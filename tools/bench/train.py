@@ -228,7 +228,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--whole-logits", action="store_true", help="do not fuse the output projection with the log-probs"
     )
-    parser.add_argument("--chunk", type=int, default=1024, help="tokens whose logits are held in float32 at once")
+    parser.add_argument("--chunk", type=int, default=4096, help="tokens whose logits are held in float32 at once")
     parser.add_argument("--no-compile", action="store_true", help="do not use torch.compile")
     parser.add_argument("--entropy", action="store_true", help="compute the entropy too")
     parser.add_argument("--warmup", type=int, default=3)

@@ -1,3 +1,8 @@
+import os
+import subprocess
+import sys
+import textwrap
+
 import pytest
 import torch
 
@@ -86,3 +91,27 @@ def test_errors() -> None:
         fused_logprobs(torch.zeros(3, 4), torch.zeros(8, 5), torch.zeros(3, dtype=torch.long), None)
     with pytest.raises(ValueError, match="temperature is 0"):
         vocab_parallel_logprobs(torch.zeros(2, 4), torch.zeros(2, dtype=torch.long), None, temperature=0)
+
+
+@pytest.mark.slow
+def test_compiled_chunks_give_what_eager_ones_give() -> None:
+    """In a process of its own: torch.compile is off in one that has imported Megatron on a CPU."""
+    program = textwrap.dedent("""
+        import torch
+        from megarl.parallel.vocab import fused_logprobs
+
+        torch.manual_seed(0)
+        for num_tokens in (70, 83):  # whole chunks of 32, and a rest of two lengths
+            hidden, weight = torch.randn(num_tokens, 16, requires_grad=True), torch.randn(128, 16, requires_grad=True)
+            targets = torch.randint(0, 100, (num_tokens,))
+            found = []
+            for compiles in (False, True):
+                out = fused_logprobs(hidden, weight, targets, None, 0.7, 100, 32, True, compiles)
+                loss = out.logprobs.square().sum() + out.entropy.sum()
+                found.append((out.logprobs, out.entropy, *torch.autograd.grad(loss, (hidden, weight))))
+            for eager, compiled in zip(*found):
+                torch.testing.assert_close(compiled, eager, rtol=1e-5, atol=1e-5)
+    """)
+    environment = os.environ | {"TORCHDYNAMO_DISABLE": "0"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-2000:]
