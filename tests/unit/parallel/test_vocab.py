@@ -110,7 +110,7 @@ def test_compiled_chunks_give_what_eager_ones_give() -> None:
                 loss = out.logprobs.square().sum() + out.entropy.sum()
                 found.append((out.logprobs, out.entropy, *torch.autograd.grad(loss, (hidden, weight))))
             for eager, compiled in zip(*found):
-                torch.testing.assert_close(compiled, eager, rtol=1e-5, atol=1e-5)
+                torch.testing.assert_close(compiled, eager, rtol=1e-4, atol=1e-4)  # another exp, other sums
     """)
     environment = os.environ | {"TORCHDYNAMO_DISABLE": "0"}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=280)
