@@ -85,6 +85,9 @@ def run_training(config: Config) -> int:
     except (ValueError, FileNotFoundError, ConnectionError, WorkerError) as error:
         print(error, file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("interrupted; the last checkpoint is whole, and the same command resumes from it", file=sys.stderr)
+        return 128 + signal.SIGINT
     # As a shell reports it: a run that was asked to stop has not done all its steps.
     return 128 + signal.Signals[outcome.stopped_by] if outcome.stopped_by else 0
 

@@ -11,6 +11,8 @@ from typing import Any
 
 MANIFEST = "manifest.json"
 _PARTIAL = ".partial"
+_OLD = ".old"
+_SET_ASIDE = ".set_aside"
 _FOLDER = re.compile(r"step_(\d+)$")
 
 
@@ -39,7 +41,7 @@ class CheckpointStore:
         unfinished goes."""
         os.makedirs(self.folder, exist_ok=True)
         for name in os.listdir(self.folder):
-            if name.endswith(_PARTIAL):
+            if name.endswith((_PARTIAL, _PARTIAL + _OLD)):
                 shutil.rmtree(os.path.join(self.folder, name), ignore_errors=True)
         folder = os.path.join(self.folder, f"step_{step:06d}{_PARTIAL}")
         os.makedirs(folder)
@@ -53,14 +55,25 @@ class CheckpointStore:
             file.flush()
             os.fsync(file.fileno())
         final = folder.removesuffix(_PARTIAL)
-        shutil.rmtree(final, ignore_errors=True)
+        if os.path.isdir(final):  # the same step saved again: the old one goes once the new one is in its place
+            os.rename(final, folder + _OLD)
         os.rename(folder, final)
+        _sync_folder(self.folder)
+        shutil.rmtree(folder + _OLD, ignore_errors=True)
         if self._keep > 0:
             # A run that resumed from an older checkpoint may find newer ones: its own must not go for being older.
             others = [other for other in self.complete() if other != final]
             for old in others[: len(others) - (self._keep - 1)]:
                 shutil.rmtree(old, ignore_errors=True)
         return final
+
+    def set_aside_after(self, step: int) -> list[str]:
+        """Rename checkpoints of later steps, so that a run which goes on from an earlier one is not taken for them at
+        the next start. Nothing is deleted; returns the new names."""
+        later = [folder for folder in self.complete() if read_state(folder).step > step]
+        for folder in later:
+            os.rename(folder, folder + _SET_ASIDE)
+        return [folder + _SET_ASIDE for folder in later]
 
     def complete(self) -> list[str]:
         """Checkpoints that are whole, oldest first."""
@@ -86,6 +99,14 @@ class CheckpointStore:
         if not os.path.isfile(os.path.join(resume, MANIFEST)):
             raise ValueError(f"run.resume: {resume} has no {MANIFEST}: it is no checkpoint, or was not finished")
         return os.path.abspath(resume)
+
+
+def _sync_folder(folder: str) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def read_state(folder: str) -> DriverState:

@@ -135,6 +135,8 @@ def build(config: Config, stop: StopRequest, progress_of: type[Progress] = Progr
         facts = group.call(f"building the {role}", "build_role", role, source, deadline=config.run.startup_deadline)[0]
         say(f"{role}: {facts['parameters'] / 1e6:,.2f} M parameters, {facts['layout']}")
     if checkpoint:
+        for later in checkpoints.set_aside_after(state.step):
+            say(f"a later checkpoint is set aside as {later}")
         group.call("loading the checkpoint", "load_checkpoint", checkpoint, deadline=config.run.startup_deadline)
         say(f"resumed from {checkpoint} after step {state.step}")
     for role in config.roles():
@@ -156,13 +158,19 @@ def build(config: Config, stop: StopRequest, progress_of: type[Progress] = Progr
         validation=validation,
         stop_token_ids=stop_tokens(folder, tokenizer),
         learning=Learning(config, group, hf_config.hidden_size, steps),
-        flops=Flops(hf_config, peak),
+        flops=Flops(hf_config, _critic_config(config, hf_config), peak),
         checkpoints=checkpoints,
         writer=MetricsWriter(config.run.folder, state.step),
         progress=progress_of(steps, state.step),
         stop=stop,
     )
     return session, state
+
+
+def _critic_config(config: Config, actor: Any) -> Any:
+    if config.critic.path is None:
+        return actor
+    return AutoConfig.from_pretrained(config.critic.path, trust_remote_code=config.model.trust_remote_code)
 
 
 def _first_state(config: Config, prompts: PromptStream) -> DriverState:

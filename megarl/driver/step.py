@@ -251,7 +251,8 @@ def _update(
             mini_batches=[ranks[data] for ranks in schedule.mini_batches],
             denominators=denominators,
             first_step=optimizer_steps[role],
-            total_steps=per_step * learning.total_steps,
+            total_steps=per_step
+            * (learning.total_steps - (learning.config.run.critic_warmup if role == "actor" else 0)),
         )
         for data in range(learning.group.grids[role].data_parallel_size)
     ]

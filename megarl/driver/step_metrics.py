@@ -29,7 +29,8 @@ PER_TOKEN_STAGES = {
 class Flops:
     """What MFU needs: the models' shapes and the peak of one GPU (FLOP/s; None: no MFU is given)."""
 
-    hf_config: Any
+    actor: Any
+    critic: Any
     peak: float | None
 
 
@@ -65,15 +66,15 @@ def _mfu(config: Config, lengths: Sequence[int], seconds: Mapping[str, float], f
     if flops.peak is None:
         return {}
     metrics = {}
-    for role, epochs, outputs in (
-        ("actor", config.actor.batch.epochs, flops.hf_config.vocab_size),
-        ("critic", config.critic.batch.epochs, 1),
+    for role, shape, epochs, outputs in (
+        ("actor", flops.actor, config.actor.batch.epochs, flops.actor.vocab_size),
+        ("critic", flops.critic, config.critic.batch.epochs, 1),
     ):
         if f"update_{role}" in seconds:
             available = seconds[f"update_{role}"] * flops.peak * config.cluster.num_ranks
-            metrics[f"perf/mfu/{role}"] = epochs * train_flops(flops.hf_config, lengths, outputs) / available
+            metrics[f"perf/mfu/{role}"] = epochs * train_flops(shape, lengths, outputs) / available
             if role == "actor":
-                metrics["perf/mfu_verl/actor"] = epochs * train_flops_verl(flops.hf_config, lengths) / available
+                metrics["perf/mfu_verl/actor"] = epochs * train_flops_verl(shape, lengths) / available
     return metrics
 
 

@@ -64,6 +64,23 @@ def test_a_stopped_and_resumed_run_equals_one_that_never_stopped(unbroken: tuple
         assert not different, (step, different)
 
 
+@pytest.mark.slow
+def test_a_killed_run_resumes_from_its_last_checkpoint_and_equals_one_that_never_stopped(
+    unbroken: tuple[Path, str], tmp_path: Path
+) -> None:
+    """SIGKILL of the driver in step 7: steps 5 and 6 are done again, from the checkpoint of step 4."""
+
+    def kill_after_step_6(process: subprocess.Popen[str], line: str) -> None:
+        if line.startswith("step  6/"):
+            process.kill()
+
+    arguments = (str(runs.QUICKSTART), *SHORT, f"run.dir={tmp_path}")
+    with pytest.raises(AssertionError, match="exit -9"):
+        runs.train(*arguments, watch=kill_after_step_6)
+    assert "after step 4" in runs.train(*arguments)
+    assert runs.metrics(tmp_path) == runs.metrics(unbroken[0])
+
+
 def test_the_saved_model_answers_like_the_trained_actor(unbroken: tuple[Path, str]) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

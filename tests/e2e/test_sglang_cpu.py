@@ -14,11 +14,13 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3MoeConfig
 
 from megarl.config import RolloutConfig, SGLangConfig
 from megarl.engines.sglang import SGLangEngine
+from megarl.model.families import declare
 from megarl.reshard.checksum import region_checksum
+from megarl.reshard.layouts import sglang_layout
 from megarl.reshard.transports import BucketRegion, ChecksumRegion, serialise_bucket
 from megarl.types import GenerationRequest, SamplingParams
 
@@ -45,6 +47,10 @@ CONFIGS = {
     "llama": LlamaConfig(**SIZES, tie_word_embeddings=False),
     "qwen2-tied": Qwen2Config(**SIZES, tie_word_embeddings=True),
 }
+# On the CPU SGLang pads the experts' width to a multiple of 32 x tensor.
+EXPERTS = Qwen3MoeConfig(
+    **SIZES, head_dim=32, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True
+)
 
 
 def save_model(config, seed, folder):
@@ -70,8 +76,9 @@ class Replica:
 
 @contextlib.contextmanager
 def start(kind, tensor, folder, load_weights=True):
-    model = save_model(CONFIGS[kind], 0, folder / "model")
-    other = save_model(CONFIGS[kind], 1, folder / "other")
+    config = EXPERTS if kind == "qwen3_moe" else CONFIGS[kind]
+    model = save_model(config, 0, folder / "model")
+    other = save_model(config, 1, folder / "other")
     rollout = RolloutConfig(tensor=tensor, sglang=SGLangConfig(max_running_requests=16))
     before = set(psutil.Process().children(recursive=True))
     engine = SGLangEngine(
@@ -289,6 +296,32 @@ def test_sleep_and_wake_do_nothing_without_a_gpu(replica):
     replica.engine.wake(["kv_cache"])
     requests = make_requests(2, temperature=0.0)
     assert_greedy_as(replica.model, requests, replica.engine.generate(requests))
+
+
+def test_experts_arrive_by_the_layout(tmp_path):
+    """What a layout says of SGLang's fused expert tensors is what SGLang computes with."""
+    layout = sglang_layout(declare(EXPERTS), 2, 1, 64)
+    with start("qwen3_moe", 2, tmp_path, load_weights=False) as replica:
+        for rank, parameters in enumerate(replica.engine.parameter_shapes()):
+            assert {n: tuple(p.shape) for n, p in parameters.items()} == dict(layout.shard(rank).parameters)
+        state = load_file(os.path.join(replica.other_folder, "model.safetensors"))
+        buckets = []
+        for rank in range(2):
+            regions, values, offset = [], [], 0
+            for piece in layout.shard(rank).pieces:
+                rect, local = piece.rect, piece.local
+                part = canonical_values(state, piece.tensor, slice(rect.row0, rect.row1), slice(rect.col0, rect.col1))
+                rows, columns = (local.row0, local.row1), (local.col0, local.col1)
+                regions.append(BucketRegion(piece.parameter, "float32", rows, columns, offset))
+                values.append(part.flatten())
+                offset += part.numel() * 4
+            flat = torch.cat(values)
+            buckets.append((serialise_bucket(regions, flat), flat))
+        with replica.engine.update_session():
+            replica.engine.load_bucket([bucket for bucket, _ in buckets], version=1)
+        replica.engine.flush_cache()
+        requests = make_requests(4, temperature=0.0)
+        assert_greedy_as(replica.other_model, requests, replica.engine.generate(requests))
 
 
 def test_two_ranks_that_read_no_weights_and_the_end_of_one(tmp_path):

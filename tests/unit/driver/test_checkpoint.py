@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -97,3 +98,24 @@ def test_a_given_folder_must_be_a_checkpoint(tmp_path: Path, monkeypatch: pytest
     save(store, 3)
     monkeypatch.chdir(tmp_path)
     assert store.find("checkpoints/step_000003") == os.path.join(store.folder, "step_000003")
+
+
+def test_going_on_from_an_earlier_checkpoint_sets_later_ones_aside_and_deletes_nothing(tmp_path: Path) -> None:
+    store = CheckpointStore(str(tmp_path), keep=0)
+    for step in (2, 4, 6):
+        store.commit(store.begin(step), state(step))
+    moved = store.set_aside_after(2)
+    assert [os.path.basename(f) for f in moved] == ["step_000004.set_aside", "step_000006.set_aside"]
+    assert all(os.path.isfile(os.path.join(f, "manifest.json")) for f in moved)
+    found = store.find("auto")
+    assert found is not None
+    assert os.path.basename(found) == "step_000002"
+
+
+def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
+    store = CheckpointStore(str(tmp_path), keep=0)
+    for coef in (0.1, 0.2):
+        folder = store.begin(3)
+        store.commit(folder, replace(state(3), kl_coef=coef))
+    assert os.listdir(store.folder) == ["step_000003"]
+    assert read_state(os.path.join(store.folder, "step_000003")).kl_coef == 0.2

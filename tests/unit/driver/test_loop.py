@@ -56,7 +56,7 @@ class World:
             validation=SimpleNamespace(prompts=["validation"]),  # type: ignore[arg-type]
             stop_token_ids=(2,),
             learning=None,  # type: ignore[arg-type]
-            flops=Flops(None, None),
+            flops=Flops(None, None, None),
             checkpoints=self.checkpoints,
             writer=self.writer,
             progress=progress,  # type: ignore[arg-type]

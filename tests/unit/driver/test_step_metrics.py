@@ -42,7 +42,7 @@ SECONDS = {"step": 4.0, "gen": 1.2, "adv": 0.024, "update_actor": 0.5, "update_c
 
 def test_throughput_and_times_by_hand() -> None:
     """Prompts 3 + 3 + 4 + 2 = 12, responses 5 + 2 + 3 + 2 = 12: 24 tokens in 4 s on 2 GPUs."""
-    found = step_metrics(MADE, BATCH, SECONDS, Flops(SHAPE, None), {"max_memory_allocated_gb": 7.5})
+    found = step_metrics(MADE, BATCH, SECONDS, Flops(SHAPE, SHAPE, None), {"max_memory_allocated_gb": 7.5})
     expected = {
         "perf/total_num_tokens": 24.0,
         "perf/time_per_step": 4.0,
@@ -71,12 +71,12 @@ def test_mfu_by_hand() -> None:
     Critic (output layer 4): 6 x 148 x 24 + 3,696 = 25,008 in 0.25 s.
     verl counts the embedding too: 40 parameters more, 6 x 40 x 24 = 5,760.
     """
-    found = step_metrics(MADE, BATCH, SECONDS, Flops(SHAPE, 1e6), {})
+    found = step_metrics(MADE, BATCH, SECONDS, Flops(SHAPE, SHAPE, 1e6), {})
     assert found["perf/mfu/actor"] == pytest.approx(2 * 30_192 / 1e6)
     assert found["perf/mfu/critic"] == pytest.approx(25_008 / 0.5e6)
     assert found["perf/mfu_verl/actor"] == pytest.approx(2 * 35_952 / 1e6)
     warm_up = {name: seconds for name, seconds in SECONDS.items() if name != "update_actor"}
-    assert "perf/mfu/actor" not in step_metrics(MADE, BATCH, warm_up, Flops(SHAPE, 1e6), {})
+    assert "perf/mfu/actor" not in step_metrics(MADE, BATCH, warm_up, Flops(SHAPE, SHAPE, 1e6), {})
 
 
 def test_validation_by_hand() -> None:
