@@ -170,7 +170,16 @@ class OptimizerConfig:
     beta2: float = 0.999
     eps: float = 1e-8
     weight_decay: float = 0.01
+    """Decoupled from the gradient for adam; norms and biases are left out."""
     clip_grad: float = 1.0
+    """Global L2 norm that gradients are scaled down to; 0: never."""
+    state_precision: Literal["fp32", "bf16"] = "fp32"
+    """Of adam's two moments: bf16 takes 4 bytes less a parameter. Needs GPUs and Transformer Engine's Adam."""
+    overlap_grad_reduce: bool = True
+    """Sum gradients over the data-parallel ranks while backward still runs."""
+    overlap_param_gather: bool = False
+    """adam: collect the new parameters from the data-parallel ranks when the next forward pass needs them, not at the
+    end of the step."""
 
 
 @dataclass(frozen=True)
@@ -190,18 +199,25 @@ class BatchConfig:
 
 @dataclass(frozen=True)
 class OffloadConfig:
-    """What leaves the GPU while the role is idle."""
+    """What leaves the GPU: parameters, gradients and optimizer states while the role is idle."""
 
     parameters: bool = False
     gradients: bool = False
     optimizer: bool = False
+    activations: list[str] = field(default_factory=list)
+    """While it trains: what these modules of each layer save for backward waits in host memory; any of qkv_linear,
+    core_attn, and with it attn_proj. Needs GPUs, bf16 and Transformer Engine."""
 
 
 @dataclass(frozen=True)
 class RecomputeConfig:
-    """Activation recompute: none, selective (attention core), or full layers."""
+    """Activations that backward computes again instead of keeping them."""
 
-    kind: Literal["none", "selective", "full"] = "none"
+    kind: Literal["none", "selective", "block", "full"] = "none"
+    """selective: the `modules` of every layer. block: the first `num_layers` whole layers of each (virtual) pipeline
+    stage. full: all layers; of each `num_layers` only the input of the first is kept."""
+    modules: list[str] = field(default_factory=lambda: ["core_attn"])
+    """selective: any of core_attn, mlp (of dense layers), moe (of layers of experts), layernorm."""
     num_layers: int = 1
 
 
@@ -412,6 +428,12 @@ VERL_KEYS = {
     "actor_rollout_ref.actor.megatron.param_offload": "actor.offload.parameters",
     "actor_rollout_ref.actor.megatron.grad_offload": "actor.offload.gradients",
     "actor_rollout_ref.actor.megatron.optimizer_offload": "actor.offload.optimizer",
+    "actor_rollout_ref.model.enable_gradient_checkpointing": "actor.recompute.kind",
+    "actor_rollout_ref.model.enable_activation_offload": "actor.offload.activations",
+    "actor_rollout_ref.actor.megatron.override_transformer_config.recompute_granularity": "actor.recompute.kind",
+    "actor_rollout_ref.actor.megatron.override_transformer_config.recompute_method": "actor.recompute.kind",
+    "actor_rollout_ref.actor.megatron.override_transformer_config.recompute_modules": "actor.recompute.modules",
+    "actor_rollout_ref.actor.megatron.override_transformer_config.recompute_num_layers": "actor.recompute.num_layers",
     "actor_rollout_ref.rollout.name": "rollout.engine",
     "actor_rollout_ref.rollout.n": "rollout.n",
     "actor_rollout_ref.rollout.temperature": "rollout.temperature",
@@ -609,7 +631,8 @@ def _validate_sizes(config: Config) -> Iterator[str]:
                 f"cluster.gpus_per_node); change one of them"
             )
         expert_size = parallel.expert_tensor * parallel.expert * parallel.pipeline
-        if expert_size >= 1 and ranks % expert_size:
+        has_experts = parallel.expert > 1 or parallel.expert_tensor > 1
+        if has_experts and expert_size >= 1 and ranks % expert_size:
             yield (
                 f"{role}.parallel: expert_tensor {parallel.expert_tensor} x expert {parallel.expert} x pipeline "
                 f"{parallel.pipeline} = {expert_size} does not divide the {ranks} ranks (cluster.num_nodes x "
@@ -622,8 +645,11 @@ def _validate_sizes(config: Config) -> Iterator[str]:
                 f"{role}.parallel.virtual_pipeline: is {parallel.virtual_pipeline}, but pipeline is 1; "
                 f"set it to 1 or pipeline to 2 or more"
             )
-    if config.rollout.tensor < 1 or ranks % max(config.rollout.tensor, 1):
-        yield f"rollout.tensor: {config.rollout.tensor} does not divide the {ranks} ranks"
+    if config.rollout.tensor < 1 or config.cluster.gpus_per_node % max(config.rollout.tensor, 1):
+        yield (
+            f"rollout.tensor: {config.rollout.tensor} does not divide cluster.gpus_per_node = "
+            f"{config.cluster.gpus_per_node}; a replica lies within one node"
+        )
     if config.rollout.engine == "hf" and config.rollout.tensor != 1:
         yield (
             f"rollout.tensor: is {config.rollout.tensor}, but the hf engine has no tensor parallel; "
@@ -691,6 +717,9 @@ def _validate_paths(config: Config) -> Iterator[str]:
             yield f"model.path: no config.json in {config.model.path}"
     elif config.model.path is not None:
         yield "model.create: model.path is set too; remove one of them"
+    tokenizer = config.model.tokenizer_path
+    if tokenizer is not None and not os.path.isfile(os.path.join(tokenizer, "tokenizer_config.json")):
+        yield f"model.tokenizer_path: no tokenizer_config.json in {tokenizer}"
     if (
         config.critic.path is not None
         and config.needs_critic
@@ -711,6 +740,9 @@ def _validate_paths(config: Config) -> Iterator[str]:
     if config.run.resume not in ("auto", "never") and not os.path.isdir(config.run.resume):
         yield f"run.resume: is {config.run.resume!r}: neither auto nor never, and no such folder"
 
+
+RECOMPUTE_MODULES = ("core_attn", "mlp", "layernorm", "moe")
+OFFLOAD_MODULES = ("qkv_linear", "core_attn", "attn_proj")
 
 AT_LEAST_1 = (
     "run.total_steps",
@@ -766,9 +798,12 @@ def _validate_values(config: Config) -> Iterator[str]:
             number: float | None = functools.reduce(getattr, key.split("."), typing.cast(Any, config))
             if number is not None and not holds(number):
                 yield f"{key}: is {number}, must be {words}"
-    for role, optimizer in (("actor", config.actor.optimizer), ("critic", config.critic.optimizer)):
-        if optimizer.schedule != "constant" and optimizer.min_lr > optimizer.lr:
-            yield f"{role}.optimizer.min_lr: is {optimizer.min_lr}, above {role}.optimizer.lr {optimizer.lr}; lower it"
+    for role, trained in (("actor", config.actor), ("critic", config.critic)):
+        yield from _validate_optimizer(config, f"{role}.optimizer", trained.optimizer)
+        yield from _validate_recompute(f"{role}.recompute", trained.recompute)
+        yield from _validate_activations(config, role, trained.offload.activations, trained.recompute)
+    if config.reference.offload.activations:
+        yield "reference.offload.activations: the reference has no backward; leave it out"
     if config.actor.clip_low > 1:
         yield f"actor.clip_low: is {config.actor.clip_low}, must be at most 1 (0.2 is usual)"
     for key, top_k in (
@@ -777,6 +812,24 @@ def _validate_values(config: Config) -> Iterator[str]:
     ):
         if top_k < 1 and top_k != -1:
             yield f"{key}: is {top_k}, must be at least 1, or -1 for all tokens"
+    if config.algorithm.kl_in_reward_coef > 0 and config.algorithm.advantage != "gae":
+        yield (
+            f"algorithm.kl_in_reward_coef: is {config.algorithm.kl_in_reward_coef}, but {config.algorithm.advantage} "
+            f"compares scores without the penalty; use actor.kl_loss_coef"
+        )
+    if config.run.seed < 0:
+        yield f"run.seed: is {config.run.seed}, must be 0 or more"
+    if config.run.total_steps is not None and config.run.critic_warmup >= config.run.total_steps > 0:
+        yield (
+            f"run.critic_warmup: is {config.run.critic_warmup} of run.total_steps = {config.run.total_steps}, so the "
+            f"actor would never learn; lower it"
+        )
+    for role, section in (("actor", config.actor), ("critic", config.critic)):
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(section.optimizer, name) < 1:
+                yield f"{role}.optimizer.{name}: is {getattr(section.optimizer, name)}, must be in [0, 1)"
+        if not section.optimizer.eps > 0:
+            yield f"{role}.optimizer.eps: is {section.optimizer.eps}, must be above 0"
     if config.run.critic_warmup > 0 and not config.needs_critic:
         yield (
             f"run.critic_warmup: is {config.run.critic_warmup}, but algorithm.advantage {config.algorithm.advantage} "
@@ -806,6 +859,70 @@ def _validate_values(config: Config) -> Iterator[str]:
         yield "algorithm.kl_target: needs algorithm.kl_in_reward_coef above 0 to adapt"
     if not 0 < config.rollout.sglang.memory_fraction < 1:
         yield f"rollout.sglang.memory_fraction: is {config.rollout.sglang.memory_fraction}, must be between 0 and 1"
+
+
+def _validate_optimizer(config: Config, key: str, optimizer: OptimizerConfig) -> Iterator[str]:
+    if optimizer.schedule != "constant" and optimizer.min_lr > optimizer.lr:
+        yield f"{key}.min_lr: is {optimizer.min_lr}, above {key}.lr {optimizer.lr}; lower it"
+    if optimizer.overlap_param_gather and optimizer.kind != "adam":
+        yield (
+            f"{key}.overlap_param_gather: is true, but {optimizer.kind} leaves all parameters on every rank; set it to "
+            f"false"
+        )
+    if optimizer.overlap_param_gather and not optimizer.overlap_grad_reduce:
+        yield f"{key}.overlap_param_gather: needs {key}.overlap_grad_reduce, which is false; change one of them"
+    if optimizer.state_precision == "bf16":
+        wrong = [
+            f"{name} is {value}"
+            for name, value, needed in (
+                (f"{key}.kind", optimizer.kind, "adam"),
+                ("model.precision", config.model.precision, "bf16"),
+                ("cluster.device", "cpu" if config.cluster.device == "cpu" else "cuda", "cuda"),
+            )
+            if value != needed
+        ]
+        if wrong:
+            yield (
+                f"{key}.state_precision: bf16 is for adam, model.precision bf16 and GPUs, but {', '.join(wrong)}; set "
+                f"it to fp32"
+            )
+
+
+def _validate_recompute(key: str, recompute: RecomputeConfig) -> Iterator[str]:
+    unknown = [name for name in recompute.modules if name not in RECOMPUTE_MODULES]
+    if unknown:
+        yield f"{key}.modules: has {', '.join(unknown)}, but there are {', '.join(RECOMPUTE_MODULES)}"
+    if recompute.kind == "selective" and not recompute.modules:
+        yield f"{key}.modules: is empty; name some of {', '.join(RECOMPUTE_MODULES)}, or set {key}.kind to none"
+    if recompute.kind != "selective" and recompute.modules != RecomputeConfig().modules:
+        yield f"{key}.modules: is set, but {key}.kind is {recompute.kind}; set it to selective, or leave modules out"
+    if recompute.kind not in ("block", "full") and recompute.num_layers > 1:
+        yield (
+            f"{key}.num_layers: is {recompute.num_layers}, but {key}.kind is {recompute.kind}; set it to block or "
+            f"full, or leave num_layers out"
+        )
+
+
+def _validate_activations(
+    config: Config, role: str, modules: Sequence[str], recompute: RecomputeConfig
+) -> Iterator[str]:
+    key = f"{role}.offload.activations"
+    if not modules:
+        return
+    unknown = [name for name in modules if name not in OFFLOAD_MODULES]
+    if unknown:
+        yield f"{key}: has {', '.join(unknown)}, but there are {', '.join(OFFLOAD_MODULES)}"
+    if "attn_proj" in modules and "core_attn" not in modules:
+        yield f"{key}: attn_proj needs core_attn, whose output and its input are one; add core_attn"
+    if config.model.precision != "bf16" or config.cluster.device == "cpu":
+        yield (
+            f"{key}: is for model.precision bf16 and GPUs, but model.precision is {config.model.precision} and "
+            f"cluster.device is {config.cluster.device}; leave it out"
+        )
+    if recompute.kind in ("block", "full"):
+        yield f"{key}: {role}.recompute.kind is {recompute.kind}, which keeps none of them; leave one of the two out"
+    if recompute.kind == "selective" and "core_attn" in modules and "core_attn" in recompute.modules:
+        yield f"{key}: core_attn is in {role}.recompute.modules too; remove one of them"
 
 
 # ------------------------------------------------------------------------------------------------ the door

@@ -26,17 +26,18 @@ def train(config: Config) -> Outcome:
         ValueError: something is wrong with the data, the model or the settings.
         WorkerError: a process failed; names its rank, host and stage.
     """
-    folder = Path(config.run.folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.yaml").write_text(configuration.to_yaml(config))
-    config = setup.create_inputs(config)
+    created = setup.create_inputs(config)
+    inputs = setup.prepare(created)
+    os.makedirs(config.run.folder, exist_ok=True)
+    (Path(config.run.folder) / "config.yaml").write_text(configuration.to_yaml(config))
     start_ray(config)
     try:
         with StopRequest() as stop:  # after Ray, which takes SIGTERM for itself when it starts
-            session, state = setup.build(config, stop)
+            session = setup.build(created, inputs, stop)
             try:
-                outcome = run(session, state)
-                model = save_model(session) if config.run.save_model else None
+                outcome = run(session, inputs.state)
+                finished = outcome.stopped_by is None
+                model = save_model(session) if finished and config.run.save_model else None
                 report_end(session, outcome, model)
             finally:
                 session.writer.close()
@@ -82,7 +83,7 @@ def run_training(config: Config) -> int:
     """Train, and turn what users can mend into a message and an exit code."""
     try:
         outcome = train(config)
-    except (ValueError, FileNotFoundError, ConnectionError, WorkerError) as error:
+    except (ValueError, OSError, WorkerError) as error:
         print(error, file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -158,6 +158,9 @@ def install() -> None:
         if "torch._dynamo.config" in sys.modules:  # it has read the environment already
             torch._dynamo.config.disable = True
         sys.meta_path.insert(0, _Finder())
+    else:
+        # Transformer Engine (2.10 and later) reads it once, at import: see megatron_offload.py.
+        os.environ.setdefault("NVTE_CPU_OFFLOAD_V1", "1")
     _installed = True
     fix_missing_transformer_engine()
     use_plain_checkpoint_queue()
@@ -288,3 +291,16 @@ def use_adam_without_transformer_engine(adam: type[torch.optim.Optimizer]) -> No
     optimizer.Adam = distrib_optimizer.Adam = adam
     optimizer.USING_PYTORCH_OPTIMIZER = False
     distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_TE_OPTIMIZER = True
+
+
+def mark_expert_parameters(model: torch.nn.Module) -> None:
+    """Two marks on the experts' parameters, whose lack makes megatron-core 0.16.1 silently wrong, on CPU and GPU alike.
+
+    allreduce: with expert parallel 1 their gradients are reduced as dense ones, over the ranks with other data; where
+    expert-tensor and tensor parallel differ, those are not the ranks that hold the same part of an expert.
+    tensor_model_parallel: Transformer Engine's grouped experts lack it, so that the gradient norm counts those of
+    tensor rank 0 only; no two ranks of a norm's group hold the same part of an expert."""
+    for name, parameter in model.named_parameters():
+        if ".experts." in name:
+            parameter.allreduce = False  # type: ignore[attr-defined]
+            parameter.tensor_model_parallel = True  # type: ignore[attr-defined]

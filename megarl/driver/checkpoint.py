@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -25,7 +26,6 @@ class DriverState:
     data_cursor: dict[str, Any]
     optimizer_steps: dict[str, int]
     kl_coef: float
-    best_validation: float | None
     last_validation: float | None = None
     versions: dict[str, str] = field(default_factory=dict)
 
@@ -70,10 +70,13 @@ class CheckpointStore:
     def set_aside_after(self, step: int) -> list[str]:
         """Rename checkpoints of later steps, so that a run which goes on from an earlier one is not taken for them at
         the next start. Nothing is deleted; returns the new names."""
-        later = [folder for folder in self.complete() if read_state(folder).step > step]
-        for folder in later:
-            os.rename(folder, folder + _SET_ASIDE)
-        return [folder + _SET_ASIDE for folder in later]
+        renamed = []
+        for folder in self.complete():
+            if read_state(folder).step > step:
+                names = (folder + _SET_ASIDE + (f".{n}" if n else "") for n in itertools.count())
+                renamed.append(next(name for name in names if not os.path.exists(name)))
+                os.rename(folder, renamed[-1])
+        return renamed
 
     def complete(self) -> list[str]:
         """Checkpoints that are whole, oldest first."""

@@ -11,7 +11,7 @@ from megarl.config import Config
 from megarl.data.prompts import PromptSet, PromptStream
 from megarl.driver.checkpoint import CheckpointStore, DriverState
 from megarl.driver.progress import Progress
-from megarl.driver.rollout import Rollout
+from megarl.driver.rollout import Rollout, RolloutBatch
 from megarl.driver.step import Learning, Timer, learn, resident
 from megarl.driver.step_metrics import Flops, step_metrics, validation_metrics
 from megarl.driver.stop import StopRequest
@@ -64,7 +64,7 @@ def run(session: Session, state: DriverState) -> Outcome:
         session.writer.write(0, metrics)
         first_validation = _score(metrics)
         progress.say(f"before training: validation {first_validation:.3f}")
-        state = replace(state, best_validation=first_validation, last_validation=first_validation)
+        state = replace(state, last_validation=first_validation)
 
     for step in range(state.step + 1, progress.total_steps + 1):
         start, timer = time.perf_counter(), Timer()
@@ -74,44 +74,59 @@ def run(session: Session, state: DriverState) -> Outcome:
             )
             batch = rollout.next_batch()
             rollout.sleep()
+        check_samples(session, batch, version=step - 1)
         metrics, observed_kl = learn(session.learning, batch, step, kl.coef, optimizer_steps, timer)
         if observed_kl.count:
             kl = kl_control.update(kl, observed_kl.mean, len(batch.infos))
-        with timer("update_weights"):
-            metrics |= _refresh_engine(session, step)
-        last = step == progress.total_steps or session.stop.asked is not None
-        if session.validation is not None and (
-            last or (config.run.validate_every and step % config.run.validate_every == 0)
-        ):
-            with timer("testing"):
-                found = validate(session, step)
-            metrics |= found
-            score = _score(found)
-            best = score if state.best_validation is None else max(score, state.best_validation)
-            state = replace(state, last_validation=score, best_validation=best)
-        state = replace(
-            state,
-            step=step,
-            data_cursor=session.prompts.state_dict(),
-            optimizer_steps=dict(optimizer_steps),
-            kl_coef=kl.coef,
-        )
-        if last or (config.run.save_every and step % config.run.save_every == 0):
-            with timer("save_checkpoint"):
+        cursor = session.prompts.state_dict()
+        state = replace(state, step=step, data_cursor=cursor, optimizer_steps=dict(optimizer_steps), kl_coef=kl.coef)
+        final, stopping = step == progress.total_steps, session.stop.asked is not None
+        if final or stopping or _is_due(step, config.run.save_every):
+            with timer("save_checkpoint"):  # while the engine's memory is away
                 save(session, state)
+        if final or not stopping:
+            with timer("update_weights"):
+                metrics |= _refresh_engine(session, step)
+            if session.validation is not None and (final or _is_due(step, config.run.validate_every)):
+                with timer("testing"):
+                    found = validate(session, step)
+                metrics |= found
+                state = replace(state, last_validation=_score(found))
         timer.seconds["step"] = time.perf_counter() - start
         metrics |= step_metrics(config, batch, timer.seconds, session.flops, session.group.memory())
         session.writer.write(step, metrics)
         session.writer.write_histogram(step, "histogram/response_length", [i.response_length for i in batch.infos])
-        progress.step(
-            step,
-            metrics["critic/score/mean"],
-            state.last_validation,
-            metrics["perf/throughput"] * config.cluster.num_ranks,
-        )
-        if last:
+        throughput = metrics["perf/throughput"] * config.cluster.num_ranks
+        progress.step(step, metrics["critic/score/mean"], state.last_validation, throughput)
+        if stopping:
             break
-    return Outcome(state.step, first_validation, state.last_validation, session.stop.asked)
+    stopped_by = session.stop.asked if state.step < progress.total_steps else None
+    return Outcome(state.step, first_validation, state.last_validation, stopped_by)
+
+
+def check_samples(session: Session, batch: RolloutBatch, version: int) -> None:
+    """The batch is worth learning from.
+
+    Raises:
+        ValueError: the reward function failed on every answer; with the first reason.
+        RuntimeError: an answer was written by other weights than the last sync brought.
+    """
+    stale = [i.uid for i in batch.infos if i.response_length and i.min_weight_version != version]
+    if stale:
+        raise RuntimeError(
+            f"{len(stale)} of {len(batch.infos)} answers do not come from the weights of step {version}, the first is "
+            f"{stale[0]}: the rollout engine is behind"
+        )
+    failures = [i.reward_error for i in batch.infos if i.reward_error is not None]
+    if len(failures) == len(batch.infos):
+        raise ValueError(f"reward.function {session.config.reward.function} failed on every answer: {failures[0]}")
+    if failures:
+        session.progress.say(f"the reward failed on {len(failures)} of {len(batch.infos)} answers: {failures[0]}")
+
+
+def _is_due(step: int, every: int) -> bool:
+    """every 0: never."""
+    return bool(every) and step % every == 0
 
 
 def validate(session: Session, step: int) -> dict[str, float]:
@@ -159,8 +174,10 @@ def versions() -> dict[str, str]:
 
 
 def _refresh_engine(session: Session, version: int) -> dict[str, float]:
-    """Memory in the order of a colocated engine: optimizer and gradients are off, weights on, sync, parameters off,
-    KV cache on."""
+    """Memory in the order of a colocated engine: optimizer, gradients and what the allocator kept are off, weights on,
+    sync, parameters off, KV cache on."""
+    if not session.rollout.embedded:
+        session.group.call("freeing cached memory", "empty_cache")
     session.rollout.wake_weights()
     with resident(session.group, "actor", session.config, training=False):
         timings = session.sync.run(version)
@@ -177,7 +194,7 @@ def _sampling(session: Session) -> SamplingParams:
 
 def _kl_controller(config: Config, coef: float) -> kl_control.KLController:
     if config.algorithm.kl_target is None:
-        return kl_control.FixedKLController(coef)
+        return kl_control.FixedKLController(config.algorithm.kl_in_reward_coef)
     return kl_control.AdaptiveKLController(coef, config.algorithm.kl_target, config.algorithm.kl_horizon)
 
 

@@ -18,6 +18,10 @@ class Progress:
     console: Console = field(default_factory=lambda: Console(highlight=False, soft_wrap=True))
     _started: float = field(default_factory=time.monotonic)
 
+    def start_clock(self) -> None:
+        """The time left is reckoned from here: building does not count."""
+        self._started = time.monotonic()
+
     def say(self, text: str) -> None:
         self.console.print(text, markup=False)
 

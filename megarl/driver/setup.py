@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
@@ -21,9 +22,12 @@ from megarl.driver.rollout import Rollout
 from megarl.driver.step import Learning, role_offload
 from megarl.driver.step_metrics import Flops
 from megarl.driver.stop import StopRequest
-from megarl.driver.sync import WeightSync
+from megarl.driver.sync import SGLANG_VOCAB_MULTIPLE, WeightSync
 from megarl.engines.flops import peak_flops
 from megarl.metrics import MetricsWriter
+from megarl.model.families import declare, declare_critic
+from megarl.parallel.topology import RankGrid, padded_vocab_size
+from megarl.reshard.layouts import megatron_layout, sglang_layout
 from megarl.rewards import load_reward
 from megarl.workers import placement
 from megarl.workers.calls import Callee, gather
@@ -105,20 +109,50 @@ def stop_tokens(folder: str, tokenizer: Any) -> tuple[int, ...]:
     return tuple(sorted(token for token in found if token is not None))
 
 
-def build(config: Config, stop: StopRequest, progress_of: type[Progress] = Progress) -> tuple[Session, DriverState]:
-    """Start everything. Ray must be up. What can be wrong without a GPU (data, reward, checkpoint) is looked at
-    first."""
+@dataclass(frozen=True)
+class Inputs:
+    """What a run starts from, read and checked without Ray and without a GPU."""
+
+    folder: str
+    """The model's Hugging Face folder."""
+    hf_config: Any
+    critic_config: Any
+    tokenizer: Any
+    prompts: PromptStream
+    validation: PromptSet | None
+    checkpoints: CheckpointStore
+    checkpoint: str | None
+    """The checkpoint to resume from."""
+    state: DriverState
+
+
+def prepare(config: Config) -> Inputs:
+    """Read and check what needs neither Ray nor a GPU: rewards, model, layouts, data, checkpoint.
+
+    Raises:
+        ValueError: a reward function that cannot be had, a model that is not supported or that the layouts do not
+            divide, data that cannot be read or is too little, a checkpoint that is none.
+    """
     folder = config.model.path
     assert folder is not None, "create_inputs comes first"
-    say = progress_of(0).say
     for function in (config.reward.function, config.reward.validation_function):
         load_reward(function)
     hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=config.model.trust_remote_code)
+    critic_config = hf_config
+    if config.needs_critic and config.critic.path is not None:
+        trust = config.model.trust_remote_code
+        critic_config = AutoConfig.from_pretrained(config.critic.path, trust_remote_code=trust)
+        if critic_config.vocab_size < hf_config.vocab_size:
+            raise ValueError(
+                f"critic.path: its vocabulary of {critic_config.vocab_size} is smaller than the actor's "
+                f"{hf_config.vocab_size}; the critic reads the actor's tokens and needs the same tokenizer"
+            )
+    check_layouts(config, hf_config, critic_config)
     tokenizer = AutoTokenizer.from_pretrained(
         config.model.tokenizer_path or folder, trust_remote_code=config.model.trust_remote_code
     )
     prompts, train, validation = load_prompts(config, tokenizer)
-    say(
+    Progress(0).say(
         f"data: {len(train)} training prompts ({train.num_dropped} dropped, {train.num_truncated} truncated), "
         f"{len(validation or ())} for validation"
     )
@@ -126,17 +160,45 @@ def build(config: Config, stop: StopRequest, progress_of: type[Progress] = Progr
     checkpoint = checkpoints.find(config.run.resume)
     state = read_state(checkpoint) if checkpoint else _first_state(config, prompts)
     prompts.load_state_dict(state.data_cursor)
-    steps = total_steps(config, prompts)
+    return Inputs(folder, hf_config, critic_config, tokenizer, prompts, validation, checkpoints, checkpoint, state)
 
+
+def check_layouts(config: Config, hf_config: Any, critic_config: Any) -> None:
+    """Every role's layout, and the engine's, can be made of the model.
+
+    Raises:
+        ValueError: a family that is not known, or sizes that do not divide the model's, naming the role.
+    """
+    for role, parallel in config.roles().items():
+        own = critic_config if role == "critic" else hf_config
+        declaration = declare_critic(own) if role == "critic" else declare(own)
+        try:
+            vocab = padded_vocab_size(own.vocab_size, parallel.tensor)
+            megatron_layout(declaration, RankGrid(config.cluster.num_ranks, parallel), vocab, fused_norms=False)
+        except ValueError as error:
+            raise ValueError(f"{role}.parallel: {error}") from error
+    if config.rollout.engine == "sglang":
+        try:
+            sglang_layout(declare(hf_config), config.rollout.tensor, 1, SGLANG_VOCAB_MULTIPLE)
+        except ValueError as error:
+            raise ValueError(f"rollout.tensor: {error}") from error
+
+
+def build(config: Config, inputs: Inputs, stop: StopRequest) -> Session:
+    """Start the processes, build the roles, start the engine and plan the sync. Ray must be up."""
+    folder, hf_config, checkpoint, state = inputs.folder, inputs.hf_config, inputs.checkpoint, inputs.state
+    steps = total_steps(config, inputs.prompts)
+    progress = Progress(steps, state.step)
+    say = progress.say
     bundles = placement.reserve(config.cluster, config.run.startup_deadline)
     group = TrainerGroup.start(config, bundles)
     for role in config.roles():
         source = config.critic.path if role == "critic" and config.critic.path else folder
         facts = group.call(f"building the {role}", "build_role", role, source, deadline=config.run.startup_deadline)[0]
         say(f"{role}: {facts['parameters'] / 1e6:,.2f} M parameters, {facts['layout']}")
+    for later in inputs.checkpoints.set_aside_after(state.step):
+        say(f"a later checkpoint is set aside as {later}")
     if checkpoint:
-        for later in checkpoints.set_aside_after(state.step):
-            say(f"a later checkpoint is set aside as {later}")
         group.call("loading the checkpoint", "load_checkpoint", checkpoint, deadline=config.run.startup_deadline)
         say(f"resumed from {checkpoint} after step {state.step}")
     for role in config.roles():
@@ -149,28 +211,22 @@ def build(config: Config, stop: StopRequest, progress_of: type[Progress] = Progr
     say(f"weight sync: {sync.summary}")
     gpu = group.call("reading the device", "device_name")[0]
     peak = config.cluster.peak_tflops * 1e12 if config.cluster.peak_tflops else peak_flops(gpu)
-    session = Session(
+    progress.start_clock()
+    return Session(
         config=config,
         group=group,
         rollout=rollout,
         sync=sync,
-        prompts=prompts,
-        validation=validation,
-        stop_token_ids=stop_tokens(folder, tokenizer),
+        prompts=inputs.prompts,
+        validation=inputs.validation,
+        stop_token_ids=stop_tokens(folder, inputs.tokenizer),
         learning=Learning(config, group, hf_config.hidden_size, steps),
-        flops=Flops(hf_config, _critic_config(config, hf_config), peak),
-        checkpoints=checkpoints,
+        flops=Flops(hf_config, inputs.critic_config, peak),
+        checkpoints=inputs.checkpoints,
         writer=MetricsWriter(config.run.folder, state.step),
-        progress=progress_of(steps, state.step),
+        progress=progress,
         stop=stop,
     )
-    return session, state
-
-
-def _critic_config(config: Config, actor: Any) -> Any:
-    if config.critic.path is None:
-        return actor
-    return AutoConfig.from_pretrained(config.critic.path, trust_remote_code=config.model.trust_remote_code)
 
 
 def _first_state(config: Config, prompts: PromptStream) -> DriverState:
@@ -179,7 +235,6 @@ def _first_state(config: Config, prompts: PromptStream) -> DriverState:
         data_cursor=prompts.state_dict(),
         optimizer_steps={"actor": 0, "critic": 0},
         kl_coef=config.algorithm.kl_in_reward_coef,
-        best_validation=None,
     )
 
 
@@ -188,6 +243,8 @@ def _start_rollout(config: Config, group: TrainerGroup, bundles: Any, folder: st
     if config.rollout.engine == "hf":
         group.call("starting the rollout engine", "build_embedded", folder, deadline=deadline)
         return Rollout(config, group.actors, [s.host for s in group.seats], embedded=True)
+    for replica in range(config.num_replicas):
+        _check_replica(group.seats[replica * config.rollout.tensor : (replica + 1) * config.rollout.tensor])
     variables = placement.environment(config.cluster)
     remote = ray.remote(RolloutWorker)
     seats = [group.seats[replica * config.rollout.tensor] for replica in range(config.num_replicas)]
@@ -203,3 +260,14 @@ def _start_rollout(config: Config, group: TrainerGroup, bundles: Any, folder: st
     ]
     gather(refs, [Callee(f"SGLang replica {i}", s.host) for i, s in enumerate(seats)], "starting SGLang", deadline)
     return Rollout(config, workers, [s.host for s in seats], embedded=False)
+
+
+def _check_replica(seats: Sequence[placement.Seat]) -> None:
+    """A replica's tensor-parallel ranks are neighbours: SGLang takes GPUs that follow its first one."""
+    gpus = [seat.gpu for seat in seats]
+    first = gpus[0]
+    if len({seat.node for seat in seats}) > 1 or (first is not None and gpus != list(range(first, first + len(gpus)))):
+        places = ", ".join(f"GPU {seat.gpu} on {seat.host}" for seat in seats)
+        raise ValueError(
+            f"a replica of rollout.tensor = {len(seats)} needs neighbouring GPUs of one node, got {places}"
+        )

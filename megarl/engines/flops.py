@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megarl.model.families.llama import head_dim
+from megarl.model.families.qwen3_moe import has_experts
 
 PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0, "H800": 989.0, "A100": 312.0, "A800": 312.0}
 """Dense bf16, by the vendor's data sheets."""
@@ -17,12 +18,19 @@ def peak_flops(device_name: str) -> float | None:
 
 
 def matmul_parameters(hf_config: Any, num_outputs: int) -> int:
-    """Parameters that take part in matrix products, each counted once: the embedding look-up is none, the output layer
-    (num_outputs: the vocabulary, or 1 for a critic) is one, tied or not."""
+    """Parameters that take part in a token's matrix products, each counted once: the embedding look-up is none, the
+    output layer (num_outputs: the vocabulary, or 1 for a critic) is one, tied or not. Of a layer's experts those count
+    to which the token is sent."""
     hidden, heads, dim = hf_config.hidden_size, hf_config.num_attention_heads, head_dim(hf_config)
     attention = hidden * dim * (2 * heads + 2 * hf_config.num_key_value_heads)
-    feed_forward = 3 * hidden * hf_config.intermediate_size
-    return hf_config.num_hidden_layers * (attention + feed_forward) + num_outputs * hidden
+    dense = 3 * hidden * hf_config.intermediate_size
+    routed = 0
+    if getattr(hf_config, "num_experts", 0):
+        routed = hidden * (3 * hf_config.moe_intermediate_size * hf_config.num_experts_per_tok + hf_config.num_experts)
+    feed_forward = sum(
+        routed if routed and has_experts(hf_config, layer) else dense for layer in range(hf_config.num_hidden_layers)
+    )
+    return hf_config.num_hidden_layers * attention + feed_forward + num_outputs * hidden
 
 
 def attention_flops(hf_config: Any, lengths: Sequence[int]) -> float:

@@ -81,7 +81,7 @@ class HFEngine:
 
         {"model.embed_tokens.weight": [V, H], ..., "model.norm.weight": [H], "lm_head.weight": [V, H] unless tied}
         """
-        views = (_views_on_disk(name, parameter.detach()) for name, parameter in self.model.named_parameters())
+        views = (views_on_disk(name, parameter.detach()) for name, parameter in self.model.named_parameters())
         return {name: view for pair in views for name, view in pair}
 
     def set_version(self, version: int) -> None:
@@ -286,7 +286,7 @@ def _build_model(model: str | PretrainedConfig, dtype: torch.dtype, trust_remote
 _FUSED_EXPERTS = re.compile(r"(?P<experts>.*\.experts)\.(?P<kind>gate_up_proj|down_proj)")
 
 
-def _views_on_disk(name: str, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
+def views_on_disk(name: str, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
     """A parameter's names on disk, each with a view.
 
     transformers 5 fuses experts in memory: gate_up_proj [E, 2F, H] = [gate; up], and down_proj [E, H, F].

@@ -19,8 +19,9 @@ import torch
 import torch.distributed as dist
 
 from megarl.compat.megatron_cpu import install
+from megarl.compat.megatron_offload import begin_pass
 from megarl.config import OptimizerConfig, ParallelConfig, RecomputeConfig
-from megarl.data.packing import PackedBatch, join_zigzag, split_zigzag
+from megarl.data.packing import PackedBatch, join_zigzag, pack, split_zigzag
 from megarl.engines.residency import KINDS, Kind, Residency, flatten
 from megarl.parallel.device import device, is_cuda
 from megarl.parallel.groups import RoleGroups
@@ -41,7 +42,14 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from megarl.engines.optimizer import apply_gradients, build_optimizer, wrap_for_gradients
+from megarl.engines.optimizer import (
+    apply_gradients,
+    build_optimizer,
+    finish_param_gather,
+    finish_param_gather_of,
+    reload_main_parameters,
+    wrap_for_gradients,
+)
 from megarl.model.gpt import build_model, local_parameters, unwrapped, uses_fused_norms
 from megarl.model.hf_config import Precision, Role
 
@@ -110,18 +118,18 @@ class MegatronEngine:
 
     Args:
         role: "actor" and "reference" give log-probs, "critic" gives values; the reference has no gradients.
-        hf_config: a transformers configuration (llama, qwen2, qwen3, mistral without sliding window).
+        hf_config: a transformers configuration (llama, qwen2, qwen3, qwen3_moe, mistral without sliding window).
         parallel: the role's sizes.
         precision: of parameters and activations; with bf16 the optimizer keeps float32 main parameters.
         optimizer: None: the role does not train.
         recompute: of activations in backward.
+        offload_activations: modules of each layer whose saved activations wait for backward in host memory.
         seed: of the random initial weights and the role's random trackers.
         timeout: seconds after which a collective of the role's groups fails; None: torch's default.
         chunk_size: tokens whose logits are held in float32 at once.
         fused_output: never hold the logits of more than a chunk of tokens, at the price of one more product with the
             output weight in backward. Forward-only passes are always fused: there it costs nothing.
         compiles: run the arithmetic over the vocabulary through torch.compile, on a GPU.
-        overlap_grad_reduce: reduce gradients while backward still runs.
 
     Raises ValueError when the model cannot be expressed or the sizes do not divide it or the world."""
 
@@ -133,12 +141,12 @@ class MegatronEngine:
         precision: Precision = "bf16",
         optimizer: OptimizerConfig | None = None,
         recompute: RecomputeConfig | None = None,
+        offload_activations: Sequence[str] = (),
         seed: int = 1,
         timeout: float | None = None,
         chunk_size: int = DEFAULT_CHUNK_SIZE,
         fused_output: bool = True,
         compiles: bool = True,
-        overlap_grad_reduce: bool = True,
     ) -> None:
         if role == "reference" and optimizer is not None:
             raise ValueError("the reference does not train; give it no optimizer")
@@ -150,13 +158,15 @@ class MegatronEngine:
         self.chunk_size = chunk_size
         self.fused_output = fused_output
         self.compiles = compiles and is_cuda()
+        self.offloads_activations = bool(offload_activations)
         self.groups = RoleGroups.build(parallel, seed, timeout)
         self.optimizer = None
         with self.groups.activate():
-            self.chunks: list[Any] = list(build_model(hf_config, role, parallel, precision, recompute))
+            self.chunks: list[Any] = list(
+                build_model(hf_config, role, parallel, precision, recompute, offload_activations)
+            )
             if optimizer is not None:
-                overlaps = overlap_grad_reduce and self.groups.data_and_context.size() > 1
-                self.chunks = list(wrap_for_gradients(self.chunks, optimizer.kind == "adam", overlaps))
+                self.chunks = list(wrap_for_gradients(self.chunks, optimizer, self.groups.data_and_context.size()))
                 self.optimizer = build_optimizer(self.chunks, optimizer, precision)
             else:
                 flatten(parameter for chunk in self.chunks for parameter in chunk.parameters())
@@ -179,6 +189,7 @@ class MegatronEngine:
         All ranks of one copy of the model pass the same micro-batches and get the same result; ranks with other data
         pass others, and may pass another number of them."""
         names = self._output_names(with_entropy)
+        dummies = self._dummies_for_experts(len(micro_batches))
 
         def keep(outputs: TokenOutputs, batch: TokenBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             stacked = torch.stack([getattr(outputs, name) for name in names])
@@ -187,7 +198,7 @@ class MegatronEngine:
         with self.groups.activate(), torch.no_grad():
             for chunk in self.chunks:
                 chunk.eval()
-            kept = self._run_schedule(micro_batches, keep, temperature, with_entropy, forward_only=True)
+            kept = self._run_schedule([*micro_batches, *dummies], keep, temperature, with_entropy, forward_only=True)
             local_lengths = [batch.num_tokens // self.parallel.context for batch in micro_batches]
             flat = torch.empty(len(names), sum(local_lengths), dtype=torch.float32, device=device())
             if self.groups.is_last_stage:
@@ -226,6 +237,15 @@ class MegatronEngine:
             grad_norm, applied = apply_gradients(self.optimizer, self.optimizer_config, lr)
         return StepResult(sums, grad_norm, applied)
 
+    def _dummies_for_experts(self, count: int) -> list[PackedBatch]:
+        """What this rank adds to its own micro-batches in a forward pass. Ranks with other data exchange tokens with
+        this one where they share experts, so all of them run as many."""
+        if self.parallel.expert * self.parallel.expert_tensor == 1:
+            return []
+        largest = torch.tensor(count, device=device())
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.groups.data)
+        return [pack([], multiple=self.parallel.sequence_multiple)] * (int(largest) - count)
+
     def _run_schedule(
         self,
         micro_batches: Sequence[PackedBatch],
@@ -250,6 +270,8 @@ class MegatronEngine:
         forward_step = partial(
             self._forward_step, kept=kept, loss=loss, temperature=temperature, with_entropy=with_entropy
         )
+        if self.offloads_activations:
+            begin_pass(has_backward=not forward_only)
         get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=[iter(prepared) for _ in self.chunks],
@@ -304,6 +326,7 @@ class MegatronEngine:
             self.compiles,
         )
         if model.stops_at_hidden:
+            finish_param_gather_of(chunk, model.output_weight)
             found = fused_logprobs(model.whole_hidden(output), model.output_weight, targets, *rest)
         else:
             found = vocab_parallel_logprobs(output[0], targets, *rest)
@@ -391,11 +414,13 @@ class MegatronEngine:
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """This rank's current parameters by name (see `model.gpt.local_parameters`), sharing memory with the model:
-        weights may be copied into them; then call `mark_weights_loaded`.
+        weights may be copied into them; then call `mark_weights_loaded`. With overlap_param_gather the first call after
+        a step is collective.
 
         Raises RuntimeError while they are released."""
         if self.residency.is_released("parameters"):
             raise RuntimeError(f"the {self.role}'s parameters are off the device; call resume(['parameters']) first")
+        finish_param_gather(self.chunks)
         return {name: parameter.data for name, parameter in local_parameters(self.chunks).items()}
 
     @property
@@ -406,13 +431,15 @@ class MegatronEngine:
     def mark_weights_loaded(self) -> None:
         """New weights were copied into `parameters()`: bring the optimizer's float32 main parameters up to date."""
         if self.optimizer is not None:
-            with torch.no_grad():
-                self.optimizer.reload_model_params()
+            reload_main_parameters(self.optimizer)
 
     # -------------------------------------------------------------------------------------------- residency
 
     def release(self, kinds: Collection[Kind] = KINDS) -> None:
-        """Take these kinds off the GPU, to pinned memory; gradients are dropped. On the CPU nothing happens."""
+        """Take these kinds off the GPU, to pinned memory; gradients are dropped. On the CPU nothing happens. With
+        overlap_param_gather the first call after a step is collective."""
+        if not self.residency.is_released("parameters"):
+            finish_param_gather(self.chunks)
         self.residency.release(kinds)
 
     def resume(self, kinds: Collection[Kind] = KINDS) -> None:
@@ -447,6 +474,7 @@ class MegatronEngine:
             os.makedirs(folder, exist_ok=True)
         dist.barrier()
         with self.groups.activate(), self.resident(), torch.no_grad():
+            finish_param_gather(self.chunks)
             strategy = FullyParallelSaveStrategyWrapper(
                 get_default_save_sharded_strategy("torch_dist"), self.groups.data_and_context
             )
@@ -460,6 +488,7 @@ class MegatronEngine:
         if not os.path.isfile(os.path.join(folder, "metadata.json")):
             raise FileNotFoundError(f"no checkpoint of the {self.role} in {folder}")
         with self.groups.activate(), self.resident(), torch.no_grad():
+            finish_param_gather(self.chunks)
             strategy = FullyParallelLoadStrategyWrapper(
                 get_default_load_sharded_strategy(folder), self.groups.data_and_context
             )

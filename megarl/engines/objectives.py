@@ -40,7 +40,7 @@ def policy_objective(config: ActorConfig) -> LossFunction:
         }
         if outputs.entropy is not None:
             entropy = torch.where(mask, outputs.entropy, 0.0)
-            sums["actor/entropy"] = (entropy.detach() * token_weight).sum()
+            sums["actor/entropy_in_update"] = (entropy.detach() * token_weight).sum()
             loss = loss - config.entropy_coef * (entropy * weight).sum()
         if config.kl_loss_coef > 0:
             kl = kl_estimate(config.kl_loss_kind, logprobs, given["reference_logprobs"])

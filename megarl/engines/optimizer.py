@@ -15,11 +15,13 @@ from megarl.config import OptimizerConfig
 install()
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.optimizer import ChainedOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.transformer.module import MegatronModule
 
 from megarl.model.hf_config import DTYPES, Precision
+from megarl.parallel import device
 
 
 class FusedAdam(torch.optim.Optimizer):
@@ -81,15 +83,20 @@ class FusedAdam(torch.optim.Optimizer):
 
 
 def wrap_for_gradients(
-    chunks: Sequence[MegatronModule], distributed: bool, overlap_grad_reduce: bool
+    chunks: Sequence[MegatronModule], optimizer: OptimizerConfig, num_copies: int
 ) -> list[DistributedDataParallel]:
-    """The chunks with float32 gradient buffers that are summed (not averaged) over data and context parallel ranks.
+    """The chunks with float32 gradient buffers that are summed (not averaged) over data and context parallel ranks, of
+    which there are `num_copies`; alone, there is nothing to overlap.
 
-    distributed: each rank keeps an equal part of the summed gradient, for the distributed optimizer. Sets the hooks
-    that Megatron's schedules call in the chunks' shared configuration."""
+    For adam each rank keeps an equal part of the summed gradient. Sets the hooks that Megatron's schedules call in the
+    chunks' shared configuration."""
     config = chunks[0].config
+    overlap_grad_reduce = optimizer.overlap_grad_reduce and num_copies > 1
     settings = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True, use_distributed_optimizer=distributed, overlap_grad_reduce=overlap_grad_reduce
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=optimizer.kind == "adam",
+        overlap_grad_reduce=overlap_grad_reduce,
+        overlap_param_gather=optimizer.overlap_param_gather and num_copies > 1,
     )
     wrapped = [
         # Buckets are for overlap with the backward pass of the first chunk; later ones have time enough.
@@ -108,14 +115,41 @@ def _finalize_gradients(model: list[Any], num_tokens: Any = None, **kwargs: Any)
     finalize_model_grads(model, None, **kwargs)
 
 
+def finish_param_gather(chunks: Iterable[Any]) -> None:
+    """Every parameter is current afterwards: what overlap_param_gather left for the next forward pass is collected now.
+    The first call after a step is collective; later ones, and all without the option, do nothing."""
+    for chunk in chunks:
+        if _gathers_late(chunk):
+            for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+                group.finish_param_sync(skip_next_bucket_dispatch=True)
+
+
+def finish_param_gather_of(chunk: Any, parameter: torch.Tensor) -> None:
+    """The same for one parameter, that is used without calling the module that holds it: Megatron hooks into calls."""
+    if _gathers_late(chunk):
+        chunk.param_to_bucket_group[parameter].finish_param_sync()
+
+
+def _gathers_late(chunk: Any) -> bool:
+    return isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_param_gather
+
+
 def build_optimizer(
     chunks: Sequence[DistributedDataParallel], config: OptimizerConfig, precision: Precision
 ) -> ChainedOptimizer:
     """Collective over all ranks; call it with the role's groups active.
 
     Adam is distributed: each data-parallel rank keeps and updates an equal part of the float32 main parameters and both
-    moments. SGD has no momentum and is replicated. Weight decay is decoupled and leaves out biases and norms."""
+    moments. SGD has no momentum and is replicated. Weight decay leaves out biases and norms; Adam's is decoupled.
+
+    Raises ValueError for bf16 moments where Transformer Engine's Adam, which alone has them, is not."""
     use_adam_without_transformer_engine(FusedAdam)
+    narrow = config.state_precision == "bf16"
+    if narrow and not (device.is_cuda() and HAVE_TE and precision == "bf16"):
+        raise ValueError(
+            f"optimizer.state_precision bf16 needs a GPU ({device.name()} here), Transformer Engine "
+            f"({'found' if HAVE_TE else 'not found'}) and model.precision bf16 (it is {precision}); set it to fp32"
+        )
     optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
             optimizer=config.kind,
@@ -130,6 +164,11 @@ def build_optimizer(
             bf16=precision == "bf16",
             params_dtype=DTYPES[precision],
             use_distributed_optimizer=config.kind == "adam",
+            use_precision_aware_optimizer=narrow,
+            # Whole float32 main parameters: their lower halves alone would tie a checkpoint to the bf16 weights.
+            store_param_remainders=False,
+            exp_avg_dtype=torch.bfloat16 if narrow else torch.float32,
+            exp_avg_sq_dtype=torch.bfloat16 if narrow else torch.float32,
         ),
         list(chunks),
     )
@@ -137,6 +176,19 @@ def build_optimizer(
         if inner.init_state_fn is None:  # SGD without momentum: loading a checkpoint calls it all the same (0.16.1)
             inner.init_state_fn = lambda *unused: None
     return optimizer
+
+
+def reload_main_parameters(optimizer: ChainedOptimizer) -> None:
+    """The model's parameters were overwritten: make the optimizer's float32 main parameters equal to them."""
+    with torch.no_grad():
+        optimizer.reload_model_params()
+        for inner in optimizer.chained_optimizers:
+            if not inner.config.use_precision_aware_optimizer:
+                continue
+            # Transformer Engine's Adam keeps these, from its first step on, and Megatron (0.16.1) leaves them alone.
+            for parameter in (p for group in inner.optimizer.param_groups for p in group["params"]):
+                if inner.optimizer.state[parameter]:
+                    inner.optimizer.set_scaled_state(parameter, "master_param", parameter.detach().float())
 
 
 def apply_gradients(optimizer: ChainedOptimizer, config: OptimizerConfig, lr: float) -> tuple[float, bool]:
@@ -163,6 +215,10 @@ def _clip(optimizer: ChainedOptimizer, clip_grad: float, norm: float) -> None:
     scale = clip_grad / (norm + 1e-6)
     if clip_grad <= 0 or scale >= 1:
         return
-    gradients = [parameter.grad for parameter in optimizer.get_parameters() if parameter.grad is not None]
+    # With bf16 moments Megatron keeps the float32 gradients of bf16 parameters in `decoupled_grad`.
+    # Experts have an optimizer of their own.
+    parameters = (parameter for inner in optimizer.chained_optimizers for parameter in inner.get_parameters())
+    found = (getattr(parameter, "decoupled_grad", parameter.grad) for parameter in parameters)
+    gradients = [gradient for gradient in found if gradient is not None]
     if gradients:
         torch._foreach_mul_(gradients, scale)

@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from megarl.compat.megatron_cpu import install
+from megarl.compat.megatron_cpu import install, mark_expert_parameters
 from megarl.config import ParallelConfig, RecomputeConfig
 from megarl.parallel.device import device, is_cuda
 
@@ -24,9 +24,11 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from megarl.model.hf_config import Precision, Role, padded_vocab_size, rope_theta, transformer_config
+from megarl.model.hf_config import Precision, Role, padded_vocab_size, transformer_config
 from megarl.model.modules import PackedAttention, RMSNorm, ValueHead
+from megarl.model.rope import rotary
 
 
 class LanguageModel(GPTModel):
@@ -64,19 +66,45 @@ def build_model(
     parallel: ParallelConfig,
     precision: Precision = "bf16",
     recompute: RecomputeConfig | None = None,
+    offload_activations: Sequence[str] = (),
 ) -> list[LanguageModel]:
     """The chunks of the model that this rank holds, with random weights, on the device. Call it with the role's groups
     active.
 
     The critic has a ValueHead in place of the output layer (and never tied embeddings); the reference has no gradients.
 
-    Raises ValueError when the model cannot be expressed or the sizes do not divide it."""
+    Raises ValueError when the model cannot be expressed, the sizes do not divide it, or selective recompute names what
+    it has not."""
     transformer_engine = use_transformer_engine(precision)
     config = transformer_config(
-        hf_config, parallel, precision, recompute, trains=role != "reference", transformer_engine=transformer_engine
+        hf_config, parallel, precision, recompute, role != "reference", transformer_engine, offload_activations
     )
     stages: Sequence[int | None] = range(parallel.virtual_pipeline) if parallel.virtual_pipeline > 1 else [None]
-    return [_build_chunk(hf_config, role, config, transformer_engine, stage) for stage in stages]
+    chunks = [_build_chunk(hf_config, role, config, transformer_engine, stage) for stage in stages]
+    if config.recompute_granularity == "selective":
+        layers = [layer for chunk in chunks for layer in chunk.decoder.layers]
+        check_recomputed(config.recompute_modules, layers, parallel_state.get_pipeline_model_parallel_group())
+    return chunks
+
+
+def check_recomputed(modules: Sequence[str], layers: Sequence[Any], pipeline_group: Any = None) -> None:
+    """Raises ValueError for a module of selective recompute that no layer has: Megatron would pass it over. layers: of
+    this rank; those of the group's others count too."""
+    has: dict[str, Callable[[Any], bool]] = {
+        "layernorm": lambda layer: layer.recompute_input_layernorm or layer.recompute_pre_mlp_layernorm,
+        "mlp": lambda layer: layer.recompute_mlp,
+        "moe": lambda layer: getattr(layer.mlp, "moe_layer_recompute", False),
+    }
+    found = torch.tensor([name not in has or any(map(has[name], layers)) for name in modules], device=device()).int()
+    if pipeline_group is not None and pipeline_group.size() > 1:
+        torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX, group=pipeline_group)
+    for name, is_found in zip(modules, found.tolist(), strict=True):
+        if not is_found:
+            raise ValueError(
+                f"recompute.modules has {name}, but no layer has one of its own (Transformer Engine computes the norms "
+                f"of dense layers inside the linear ones; mlp is of dense layers, moe of layers of experts); leave it "
+                f"out"
+            )
 
 
 def _build_chunk(
@@ -96,9 +124,11 @@ def _build_chunk(
         post_process=is_last,
         share_embeddings_and_output_weights=bool(hf_config.tie_word_embeddings) and role != "critic",
         position_embedding_type="rope",
-        rotary_base=rope_theta(hf_config),
         vp_stage=virtual_stage,
     )
+    # Plain or scaled alike. It is no buffer, so it follows no `to`; the angles are made from it in the first forward.
+    model.rotary_pos_emb.inv_freq = rotary(hf_config).inverse_frequencies.to(device())
+    mark_expert_parameters(model)
     if role == "critic" and is_last:
         model.output_layer = ValueHead(config, model.pg_collection.tp)
     if role == "reference":
@@ -107,8 +137,18 @@ def _build_chunk(
 
 
 def _own_block_spec(config: TransformerConfig, virtual_stage: int | None) -> TransformerBlockSubmodules:
+    dense = _own_layer_spec(config, None)
+    routed = _own_layer_spec(config, config.num_moe_experts) if config.num_moe_experts else dense
+    first = get_transformer_layer_offset(config, vp_stage=virtual_stage)
+    layers = range(first, first + get_num_layers_to_build(config, vp_stage=virtual_stage))
+    with_experts = config.moe_layer_freq if isinstance(config.moe_layer_freq, list) else [0] * config.num_layers
+    specs = [routed if with_experts[layer] else dense for layer in layers]
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)
+
+
+def _own_layer_spec(config: TransformerConfig, num_experts: int | None) -> ModuleSpec:
     layer: ModuleSpec = gpt_layer_specs.get_gpt_layer_local_spec(
-        qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
+        num_experts=num_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
     )
     layer.submodules.input_layernorm = RMSNorm
     layer.submodules.pre_mlp_layernorm = RMSNorm
@@ -116,8 +156,7 @@ def _own_block_spec(config: TransformerConfig, virtual_stage: int | None) -> Tra
     attention.core_attention = PackedAttention
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
-    num_layers = get_num_layers_to_build(config, vp_stage=virtual_stage)
-    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)
+    return layer
 
 
 # ------------------------------------------------------------------------------------------------ names
@@ -143,9 +182,15 @@ def local_parameters(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Pa
         output_layer.weight                                          last stage; the critic's is [1, H]; tied: only
                                                                      where another stage has the embedding
 
+    a layer with experts has, in place of the two mlp.linear_fc*.weight and with the experts' local numbers,
+
+        decoder.layers.<n>.mlp.router.weight
+        decoder.layers.<n>.mlp.experts.local_experts.<e>.linear_fc{1,2}.weight   with Transformer Engine:
+        decoder.layers.<n>.mlp.experts.linear_fc{1,2}.weight<e>
+
     and the two norms of a layer: with Transformer Engine (`uses_fused_norms`)
-    self_attention.linear_qkv.layer_norm_weight and mlp.linear_fc1.layer_norm_weight, else input_layernorm.weight and
-    pre_mlp_layernorm.weight."""
+    self_attention.linear_qkv.layer_norm_weight and mlp.linear_fc1.layer_norm_weight (pre_mlp_layernorm.weight where
+    there are experts), else input_layernorm.weight and pre_mlp_layernorm.weight."""
     return {name: parameter for chunk in chunks for name, parameter in _named(unwrapped(chunk))}
 
 

@@ -6,13 +6,19 @@ Nothing here imports megatron until `transformer_config` is called.
 from __future__ import annotations
 
 import importlib.util
-import os
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from megarl.compat.megatron_offload import leaves_weights
 from megarl.config import ParallelConfig, RecomputeConfig
+from megarl.model.families.llama import head_dim
+from megarl.model.families.qwen3_moe import has_experts
+from megarl.model.refusal import config_file, refusal
+from megarl.model.rope import rotary
 from megarl.parallel.device import is_cuda
 from megarl.parallel.topology import VOCAB_MULTIPLE, padded_vocab_size, stage_layers
 
@@ -27,7 +33,6 @@ __all__ = [
     "check_supported",
     "head_dim",
     "padded_vocab_size",
-    "rope_theta",
     "transformer_config",
 ]
 
@@ -43,6 +48,7 @@ class _Family:
 
     qkv_bias: bool = False
     qk_norm: bool = False
+    experts: bool = False
 
 
 _FAMILIES = {
@@ -50,35 +56,14 @@ _FAMILIES = {
     "mistral": _Family(),
     "qwen2": _Family(qkv_bias=True),
     "qwen3": _Family(qk_norm=True),
+    "qwen3_moe": _Family(qk_norm=True, experts=True),
 }
-
-
-def rope_theta(hf_config: Any) -> float:
-    """The base of the rotary embedding, from rope_parameters (transformers 5) or rope_theta (before).
-
-    Raises ValueError for scaled, partial or otherwise changed rotary embeddings."""
-    parameters = getattr(hf_config, "rope_parameters", None) or getattr(hf_config, "rope_scaling", None) or {}
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
-    if kind != "default":
-        raise _refusal(hf_config, "rope_parameters.rope_type", kind, "default")
-    for name, value in parameters.items():
-        if name not in ("rope_type", "type", "rope_theta") and not (name == "partial_rotary_factor" and value == 1.0):
-            raise _refusal(hf_config, f"rope_parameters.{name}", value, "absent")
-    theta = parameters.get("rope_theta", getattr(hf_config, "rope_theta", None))
-    if theta is None:
-        raise _refusal(hf_config, "rope_parameters.rope_theta", None, "a number")
-    return float(theta)
-
-
-def head_dim(hf_config: Any) -> int:
-    """Channels a head; hidden_size / num_attention_heads unless the file says otherwise."""
-    return int(getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads)
 
 
 def check_supported(hf_config: Any) -> None:
     """Raises ValueError, with the field, its value and the file, for anything that Megatron would compute otherwise."""
     if hf_config.model_type not in _FAMILIES:
-        raise _refusal(hf_config, "model_type", hf_config.model_type, " or ".join(_FAMILIES))
+        raise refusal(hf_config, "model_type", hf_config.model_type, " or ".join(_FAMILIES))
     required = {
         "hidden_act": "silu",
         "attention_bias": False,
@@ -90,15 +75,27 @@ def check_supported(hf_config: Any) -> None:
     for name, value in required.items():
         found = getattr(hf_config, name, None)
         if found is not None and found != value:
-            raise _refusal(hf_config, name, found, str(value))
+            raise refusal(hf_config, name, found, str(value))
     kinds = set(getattr(hf_config, "layer_types", None) or []) - {"full_attention"}
     if kinds:
-        raise _refusal(hf_config, "layer_types", sorted(kinds), "full_attention throughout")
+        raise refusal(hf_config, "layer_types", sorted(kinds), "full_attention throughout")
     window = getattr(hf_config, "sliding_window", None)
     is_used = getattr(hf_config, "use_sliding_window", True) and window is not None
     if is_used and window < hf_config.max_position_embeddings:
-        raise _refusal(hf_config, "sliding_window", window, "null")
-    rope_theta(hf_config)
+        raise refusal(hf_config, "sliding_window", window, "null")
+    rotary(hf_config)
+    if _FAMILIES[hf_config.model_type].experts:
+        _check_experts(hf_config)
+
+
+def _check_experts(hf_config: Any) -> None:
+    num_experts, top_k = hf_config.num_experts, hf_config.num_experts_per_tok
+    if num_experts < 1:
+        raise refusal(hf_config, "num_experts", num_experts, "1 or more")
+    if not 1 <= top_k <= num_experts:
+        raise refusal(hf_config, "num_experts_per_tok", top_k, f"1 to num_experts, which is {num_experts}")
+    if top_k == 1 and hf_config.norm_topk_prob:
+        raise refusal(hf_config, "norm_topk_prob", True, "false with num_experts_per_tok 1: the router could not learn")
 
 
 def transformer_config(
@@ -108,6 +105,7 @@ def transformer_config(
     recompute: RecomputeConfig | None = None,
     trains: bool = True,
     transformer_engine: bool = False,
+    offload_activations: Sequence[str] = (),
 ) -> TransformerConfig:
     """Megatron's configuration for one role.
 
@@ -118,6 +116,7 @@ def transformer_config(
         recompute: of activations in backward; None: none.
         trains: False for a role that only runs forward (no gradients, no recompute).
         transformer_engine: the layers are Transformer Engine's, so its fused rotary embedding is there too.
+        offload_activations: modules whose saved activations wait in host memory; not for a role without gradients.
 
     Raises ValueError when the model cannot be expressed (see `check_supported`) or the sizes do not divide it."""
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -134,6 +133,7 @@ def transformer_config(
         num_attention_heads=hf_config.num_attention_heads,
         num_query_groups=hf_config.num_key_value_heads,
         kv_channels=head_dim(hf_config),
+        softmax_scale=_softmax_scale(hf_config),
         normalization="RMSNorm",
         layernorm_epsilon=hf_config.rms_norm_eps,
         gated_linear_unit=True,
@@ -159,7 +159,8 @@ def transformer_config(
         # Micro-batches differ in length. 0.16.1 allows that with this dispatcher only, even for dense models.
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",
-        deallocate_pipeline_outputs=True,
+        # With overlapped sends Megatron frees an output while its send may still read it: wrong gradients now and then.
+        deallocate_pipeline_outputs=virtual is None,
         # Interleaved stages with batched sends and two pipeline ranks give wrong results without an error (0.16.1).
         overlap_p2p_comm=virtual is not None,
         batch_p2p_comm=virtual is None,
@@ -172,20 +173,76 @@ def transformer_config(
         gradient_accumulation_fusion=trains and is_cuda() and _has_gradient_accumulation_kernel(),
         # It casts the gradient of the logits to bf16 whatever their type, and we never use it: see parallel/vocab.py.
         cross_entropy_loss_fusion=False,
-        **_recompute_fields(recompute if trains else None),
+        **_expert_fields(hf_config, transformer_engine),
+        **_recompute_fields(recompute if trains else None, hf_config.num_hidden_layers, parallel),
+        **_offload_fields(offload_activations, transformer_engine),
     )
 
 
-def _recompute_fields(recompute: RecomputeConfig | None) -> dict[str, Any]:
+def _expert_fields(hf_config: Any, transformer_engine: bool) -> dict[str, Any]:
+    if not _FAMILIES[hf_config.model_type].experts:
+        return {}
+    return {
+        "num_moe_experts": hf_config.num_experts,
+        "moe_layer_freq": [int(has_experts(hf_config, layer)) for layer in range(hf_config.num_hidden_layers)],
+        "moe_ffn_hidden_size": hf_config.moe_intermediate_size,
+        "moe_router_topk": hf_config.num_experts_per_tok,
+        # Weights that add up to one are the softmax over the chosen experts; else it is taken over all of them.
+        "moe_router_pre_softmax": not hf_config.norm_topk_prob,
+        "moe_router_dtype": "fp32",
+        # Reinforcement learning keeps the balance that pretraining made: no auxiliary loss.
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_grouped_gemm": transformer_engine,
+    }
+
+
+def _softmax_scale(hf_config: Any) -> float | None:
+    """None: Megatron's own, 1 / sqrt(head_dim). Yarn multiplies queries and keys by a factor; the softmax's scale is
+    where every attention takes it, whereas fused rotary kernels leave it out."""
+    factor = rotary(hf_config).attention_factor
+    return None if factor == 1.0 else factor**2 / math.sqrt(head_dim(hf_config))
+
+
+def _recompute_fields(recompute: RecomputeConfig | None, num_layers: int, parallel: ParallelConfig) -> dict[str, Any]:
     if recompute is None or recompute.kind == "none":
         return {}
     if recompute.kind == "selective":
-        return {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+        return {"recompute_granularity": "selective", "recompute_modules": list(recompute.modules)}
+    stages = parallel.pipeline, parallel.virtual_pipeline
+    wanted, here = recompute.num_layers, len(stage_layers(num_layers, *stages, 0, 0))
+    if wanted > here or (recompute.kind == "full" and here % wanted):
+        raise ValueError(
+            f"recompute.num_layers is {wanted} with recompute.kind {recompute.kind}, but a (virtual) pipeline stage "
+            f"has {num_layers} / ({stages[0]} x {stages[1]}) = {here} layers; "
+            + (f"use a divisor of {here}" if recompute.kind == "full" else f"use at most {here}")
+        )
     return {
         "recompute_granularity": "full",
-        "recompute_method": "uniform",
-        "recompute_num_layers": recompute.num_layers,
+        "recompute_method": "block" if recompute.kind == "block" else "uniform",
+        "recompute_num_layers": wanted,
     }
+
+
+def _offload_fields(modules: Sequence[str], transformer_engine: bool) -> dict[str, Any]:
+    if not modules:
+        return {}
+    check_offload(modules, transformer_engine)
+    return {"fine_grained_activation_offloading": True, "offload_modules": list(modules)}
+
+
+def check_offload(modules: Sequence[str], transformer_engine: bool) -> None:
+    """Raises ValueError where activations cannot be offloaded."""
+    if not transformer_engine:
+        raise ValueError(
+            f"offload.activations is {', '.join(modules)}, but it needs a GPU, model.precision bf16 and Transformer "
+            f"Engine, and one of them is missing; leave it out"
+        )
+    if not leaves_weights():
+        raise ValueError(
+            "offload.activations would move weights too: NVTE_CPU_OFFLOAD_V1 is not 1 in the environment, or "
+            "Transformer Engine was imported before megarl; set it to 1"
+        )
 
 
 def _has_gradient_accumulation_kernel() -> bool:
@@ -195,15 +252,25 @@ def _has_gradient_accumulation_kernel() -> bool:
 
 def _check_divisible(hf_config: Any, parallel: ParallelConfig) -> None:
     stage_layers(hf_config.num_hidden_layers, parallel.pipeline, parallel.virtual_pipeline, 0, 0)
-    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+    layers = range(hf_config.num_hidden_layers)
+    routed = _FAMILIES[hf_config.model_type].experts
+    splits = [(name, "tensor", parallel.tensor) for name in ("num_attention_heads", "num_key_value_heads")]
+    if not routed or not all(has_experts(hf_config, layer) for layer in layers):
+        splits.append(("intermediate_size", "tensor", parallel.tensor))
+    if routed:
+        splits.append(("num_experts", "expert", parallel.expert))
+        splits.append(("moe_intermediate_size", "expert_tensor", parallel.expert_tensor))
+        if parallel.tensor > 1 and not parallel.sequence:
+            raise ValueError(
+                f"tensor is {parallel.tensor} without sequence, but with experts each tensor rank must see tokens of "
+                "its own: set sequence to true"
+            )
+    elif parallel.expert > 1 or parallel.expert_tensor > 1:
+        raise ValueError(
+            f"expert is {parallel.expert} and expert_tensor {parallel.expert_tensor}, but model_type "
+            f"{hf_config.model_type} in {config_file(hf_config)} has no experts: set both to 1"
+        )
+    for name, axis, axis_size in splits:
         size = getattr(hf_config, name)
-        if size % parallel.tensor:
-            raise ValueError(f"{name} is {size} in {_file(hf_config)}, which tensor {parallel.tensor} does not divide")
-
-
-def _refusal(hf_config: Any, field: str, value: Any, expected: str) -> ValueError:
-    return ValueError(f"{field} is {value!r} in {_file(hf_config)}; megarl supports only {expected}")
-
-
-def _file(hf_config: Any) -> str:
-    return os.path.join(getattr(hf_config, "_name_or_path", "") or "", "config.json")
+        if size % axis_size:
+            raise ValueError(f"{name} is {size} in {config_file(hf_config)}, which {axis} {axis_size} does not divide")

@@ -1,8 +1,8 @@
 """Layouts: where each element of each weight lives.
 
 A canonical tensor is named and shaped as in the Hugging Face checkpoint. A layout maps rectangles of canonical tensors
-to rectangles of local parameters. A tensor of one dimension counts as rows x 1; one of more than two as shape[0] rows x
-the product of the rest.
+to rectangles of local parameters. A tensor of one dimension counts as rows x 1; one of more than two as the product of
+all but the last as rows x the last (matrices below each other).
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Rect:
 
 
 def as_matrix(shape: Shape) -> tuple[int, int]:
-    """(rows, columns) that a shape counts as: (7,) -> (7, 1); (4, 3, 2) -> (4, 6)."""
-    return (shape[0], math.prod(shape[1:])) if shape else (1, 1)
+    """(rows, columns) that a shape counts as: (7,) -> (7, 1); (4, 3, 2) -> (12, 2)."""
+    return (math.prod(shape[:-1]), shape[-1]) if len(shape) > 1 else (math.prod(shape), 1)
 
 
 @dataclass(frozen=True, slots=True)

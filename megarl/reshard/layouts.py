@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 from megarl.config import ParallelConfig
 from megarl.parallel.topology import RankGrid, stage_layers
-from megarl.reshard.declaration import Declaration, Names, Placed, VocabSplit, World
+from megarl.reshard.declaration import Declaration, Names, Placed, Seat, VocabSplit, World
 from megarl.reshard.layout import Layout, Piece, Rect, Shape, Shard, as_matrix
 
 
@@ -41,34 +41,43 @@ def _whole_shard(tensors: Mapping[str, Shape]) -> Shard:
 
 def megatron_layout(declaration: Declaration, grid: RankGrid, vocab_multiple: int, fused_norms: bool) -> Layout:
     """Megatron-Core's layout over the ranks of a role: tensor parallel splits, layers by pipeline and virtual stage,
-    the tied embedding on the first and the last stage, replicas over data and context parallel.
+    experts by expert and expert-tensor rank, the tied embedding on the first and the last stage, replicas over data and
+    context parallel.
 
-    Parameters carry global layer numbers: decoder.layers.<layer>.<name>.
+    Parameters carry global layer numbers: decoder.layers.<layer>.<name>; experts their local ones.
+
+    Raises:
+        ValueError: a size does not divide what it splits.
     """
     parallel = grid.parallel
-    world = World("megatron", parallel.tensor, fused_norms, vocab_multiple)
-    check_tensor_size(declaration, world)
-    keys = [(grid.coordinates(r).pipeline, grid.coordinates(r).tensor) for r in range(grid.num_ranks)]
-    order = sorted(set(keys))
-    shards = tuple(_megatron_shard(declaration, parallel, world, stage, tensor) for stage, tensor in order)
+    world = World("megatron", parallel.tensor, fused_norms, vocab_multiple, parallel.expert, parallel.expert_tensor)
+    check_sizes(declaration, world)
+    keys = []
+    for rank in range(grid.num_ranks):
+        here = grid.coordinates(rank)
+        keys.append((here.pipeline, Seat(here.tensor, here.expert, here.expert_tensor)))
+    order = {key: index for index, key in enumerate(sorted(set(keys)))}
+    shards = tuple(_megatron_shard(declaration, parallel, world, stage, seat) for stage, seat in order)
     name = f"megatron tp{parallel.tensor} pp{parallel.pipeline} cp{parallel.context} dp{grid.data_parallel_size}"
-    return Layout(name, declaration.tensors(), shards, tuple(order.index(k) for k in keys))
+    if declaration.num_experts:
+        name += f" ep{parallel.expert} etp{parallel.expert_tensor}"
+    return Layout(name, declaration.tensors(), shards, tuple(order[key] for key in keys))
 
 
-def _megatron_shard(declaration: Declaration, parallel: ParallelConfig, world: World, stage: int, rank: int) -> Shard:
+def _megatron_shard(declaration: Declaration, parallel: ParallelConfig, world: World, stage: int, seat: Seat) -> Shard:
     first, last = stage == 0, stage == parallel.pipeline - 1
     placed: list[Placed] = []
     if first:
-        placed.append(declaration.embedding.place(world, rank))
+        placed += declaration.embedding.place(world, seat)
     for chunk in range(parallel.virtual_pipeline):
         for index in stage_layers(declaration.num_layers, parallel.pipeline, parallel.virtual_pipeline, stage, chunk):
-            placed += _layer(declaration, world, rank, index, declaration.megatron_layer_prefix)
+            placed += _layer(declaration, world, seat, index, declaration.megatron_layer_prefix)
     if last:
-        placed.append(declaration.final_norm.place(world, rank))
+        placed += declaration.final_norm.place(world, seat)
         if declaration.head is not None:
-            placed.append(declaration.head.place(world, rank))
+            placed += declaration.head.place(world, seat)
         elif not first:
-            placed.append(_tied_head(declaration.embedding).place(world, rank))
+            placed += _tied_head(declaration.embedding).place(world, seat)
     return _shard(placed)
 
 
@@ -77,23 +86,39 @@ def _tied_head(embedding: VocabSplit) -> VocabSplit:
     return VocabSplit(embedding.tensor, Names("output_layer.weight", ""), embedding.shape)
 
 
-def sglang_layout(declaration: Declaration, tensor: int, num_replicas: int, vocab_multiple: int) -> Layout:
+def sglang_layout(
+    declaration: Declaration, tensor: int, num_replicas: int, vocab_multiple: int, expert: int = 1
+) -> Layout:
     """SGLang's own parameters on each tensor-parallel rank of each replica: rank r of all is rank r % tensor of replica
-    r // tensor."""
-    world = World("sglang", tensor, vocab_multiple=vocab_multiple)
-    check_tensor_size(declaration, world)
+    r // tensor. expert: SGLang's ep_size, which divides tensor: of the ranks of a replica each run of tensor / expert
+    holds the same experts, each split over the run.
+
+    Raises:
+        ValueError: a size does not divide what it splits, or only some of the layers have experts.
+    """
+    if declaration.num_experts and declaration.ffn_size:
+        raise ValueError(
+            "some layers of the model have experts and some have none (mlp_only_layers, decoder_sparse_step), but "
+            "SGLang builds experts in all layers of such a model (models/qwen3_moe.py, 0.5.21); use rollout.engine=hf"
+        )
+    if tensor % expert:
+        raise ValueError(f"sglang expert size {expert} does not divide its tensor size {tensor}; use a size that does")
+    expert_tensor = tensor // expert
+    world = World("sglang", tensor, vocab_multiple=vocab_multiple, expert=expert, expert_tensor=expert_tensor)
+    check_sizes(declaration, world)
     shards = []
     for rank in range(tensor):
-        placed = [declaration.embedding.place(world, rank)]
+        seat = Seat(rank, *divmod(rank, expert_tensor))
+        placed = declaration.embedding.place(world, seat)
         for index in range(declaration.num_layers):
-            placed += _layer(declaration, world, rank, index, declaration.layer_prefix)
-        placed.append(declaration.final_norm.place(world, rank))
+            placed += _layer(declaration, world, seat, index, declaration.layer_prefix)
+        placed += declaration.final_norm.place(world, seat)
         if declaration.head is not None:
-            placed.append(declaration.head.place(world, rank))
+            placed += declaration.head.place(world, seat)
         shards.append(_shard(placed))
     ranks = range(tensor * num_replicas)
     return Layout(
-        f"sglang tp{tensor} x {num_replicas}",
+        f"sglang tp{tensor}{f' ep{expert}' if expert > 1 else ''} x {num_replicas}",
         declaration.tensors(),
         tuple(shards),
         tuple(r % tensor for r in ranks),
@@ -101,15 +126,15 @@ def sglang_layout(declaration: Declaration, tensor: int, num_replicas: int, voca
     )
 
 
-def _layer(declaration: Declaration, world: World, rank: int, index: int, prefix: str) -> Iterable[Placed]:
+def _layer(declaration: Declaration, world: World, seat: Seat, index: int, prefix: str) -> Iterable[Placed]:
     canonical, local = declaration.layer_prefix.format(index), prefix.format(index)
-    for op in declaration.layer:
-        name, shape, pieces = op.place(world, rank)
-        yield (
-            local + name,
-            shape,
-            [Piece(canonical + p.tensor, p.rect, local + p.parameter, p.row, p.col) for p in pieces],
-        )
+    for op in declaration.layers[index]:
+        for name, shape, pieces in op.place(world, seat):
+            yield (
+                local + name,
+                shape,
+                [Piece(canonical + p.tensor, p.rect, local + p.parameter, p.row, p.col) for p in pieces],
+            )
 
 
 def _shard(placed: Iterable[Placed]) -> Shard:
@@ -122,19 +147,29 @@ def _shard(placed: Iterable[Placed]) -> Shard:
     return Shard(parameters, tuple(pieces))
 
 
-def check_tensor_size(declaration: Declaration, world: World) -> None:
+def check_sizes(declaration: Declaration, world: World) -> None:
     """Raises:
-    ValueError: where the tensor-parallel size does not divide what it splits, naming the sizes.
+    ValueError: where a parallel size does not divide what it splits, naming the sizes.
     """
     size, kv_heads, vocab = world.tensor, declaration.num_kv_heads, world.padded_vocab_size(declaration.vocab_size)
     kv_fits = kv_heads % size == 0 or (world.kind == "sglang" and size % kv_heads == 0)
-    for what, number, fits in (
-        ("attention heads", declaration.num_heads, declaration.num_heads % size == 0),
-        ("key/value heads", kv_heads, kv_fits),
-        ("feed-forward size", declaration.ffn_size, declaration.ffn_size % size == 0),
-        ("rows of the padded vocabulary", vocab, vocab % size == 0),
+    experts, expert_ffn = declaration.num_experts, declaration.expert_ffn_size
+    for axis, axis_size, what, number, fits in (
+        ("tensor", size, "attention heads", declaration.num_heads, declaration.num_heads % size == 0),
+        ("tensor", size, "key/value heads", kv_heads, kv_fits),
+        ("tensor", size, "feed-forward size", declaration.ffn_size, declaration.ffn_size % size == 0),
+        ("tensor", size, "rows of the padded vocabulary", vocab, vocab % size == 0),
+        ("expert", world.expert, "experts", experts, experts % world.expert == 0),
+        (
+            "expert tensor",
+            world.expert_tensor,
+            "expert feed-forward size",
+            expert_ffn,
+            expert_ffn % world.expert_tensor == 0,
+        ),
     ):
         if not fits:
             raise ValueError(
-                f"{world.kind} tensor size {size} does not divide the model's {number} {what}; use a size that does"
+                f"{world.kind} {axis} size {axis_size} does not divide the model's {number} {what}; use a size that "
+                "does"
             )

@@ -37,8 +37,8 @@ from torch.multiprocessing import reductions
 class BucketRegion:
     """Where a rectangle of a bucket goes: rows x columns of a parameter, ends exclusive, from a byte of the buffer.
 
-    A parameter of one dimension has as many rows as elements, and one column; one of N dimensions has shape[0] rows and
-    the product of the others as columns.
+    A parameter of one dimension has as many rows as elements, and one column; one of N dimensions has its last as
+    columns and the product of the others as rows.
 
     BucketRegion("model.norm.weight", "float32", (0, 64), (0, 1), 1024)
     """
@@ -280,7 +280,7 @@ def parameter_region(
             f"{name}: is not stored row by row (strides {parameter.stride()}); its backend repacks weights"
         )
     shape = parameter.shape
-    matrix = parameter.view(shape[0], -1) if parameter.dim() > 1 else parameter.view(-1, 1)
+    matrix = parameter.view(-1, shape[-1]) if parameter.dim() > 1 else parameter.view(-1, 1)
     for what, (start, end), size in (("rows", rows, matrix.shape[0]), ("columns", columns, matrix.shape[1])):
         if not 0 <= start <= end <= size:
             raise ValueError(f"{name}: {what} {start} to {end} are not in its {size} {what} (shape {tuple(shape)})")

@@ -43,6 +43,12 @@ def reserve(cluster: ClusterConfig, deadline: float) -> PlacementGroup | None:
     """
     if not uses_gpus(cluster):
         return None
+    have = ray.cluster_resources().get("GPU", 0)
+    if cluster.address is None and have < cluster.num_ranks:  # nobody else will join the Ray that we started
+        raise ValueError(
+            f"cluster.gpus_per_node x cluster.num_nodes = {cluster.num_ranks} GPUs, but Ray sees {have:.0f} on this "
+            f"machine; lower them, or give cluster.address of a larger Ray cluster"
+        )
     group = placement_group([{"GPU": 1.0}] * cluster.num_ranks, strategy="PACK")
     if not group.wait(timeout_seconds=deadline):
         have = ray.cluster_resources().get("GPU", 0)
@@ -75,6 +81,7 @@ def environment(cluster: ClusterConfig) -> dict[str, str]:
         "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
     }
     if not uses_gpus(cluster):
+        variables["CUDA_VISIBLE_DEVICES"] = ""  # cluster.device=cpu on a machine with GPUs
         variables["OMP_NUM_THREADS"] = str(cluster.threads_per_rank)
         variables["TORCHDYNAMO_DISABLE"] = "1"
     if cluster.num_nodes == 1:
@@ -86,9 +93,16 @@ def here(bundle: int) -> Seat:
     """The seat of the calling process."""
     context = ray.get_runtime_context()
     gpus = ray.get_gpu_ids()
-    gpu = int(gpus[0]) if gpus and torch.cuda.is_available() else None
+    gpu = torch_device(gpus[0], os.environ.get("CUDA_VISIBLE_DEVICES")) if gpus and torch.cuda.is_available() else None
     uuid = str(torch.cuda.get_device_properties(gpu).uuid) if gpu is not None else ""
     return Seat(context.get_node_id(), socket.gethostname(), ray.util.get_node_ip_address(), gpu, uuid, bundle)
+
+
+def torch_device(ray_id: int | str, visible: str | None) -> int:
+    """torch's number of the GPU that Ray calls `ray_id`: Ray names GPUs as CUDA_VISIBLE_DEVICES does, torch counts them
+    from 0. torch_device(5, "4,5") == 1"""
+    names = [name.strip() for name in visible.split(",")] if visible else []
+    return names.index(str(ray_id)) if str(ray_id) in names else int(ray_id)
 
 
 def free_port(address: str) -> int:

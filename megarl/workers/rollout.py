@@ -10,7 +10,6 @@ from megarl.config import Config
 from megarl.engines.sglang import SGLangEngine
 from megarl.reshard.transports import ChecksumRegion
 from megarl.types import GenerationResult
-from megarl.workers import placement
 from megarl.workers.generation import Group, Job, Scorer
 
 
@@ -30,15 +29,13 @@ class RolloutWorker:
             device="cpu" if gpu is None else "cuda",
             load_weights=False,
             log_file=log_file,
+            deadline=config.run.deadline,
             trust_remote_code=config.model.trust_remote_code,
         )
         tokenizer = AutoTokenizer.from_pretrained(
             config.model.tokenizer_path or folder, trust_remote_code=config.model.trust_remote_code
         )
         self.scorer = Scorer(tokenizer)
-
-    def where(self, bundle: int) -> placement.Seat:
-        return placement.here(bundle)
 
     def parameters(self) -> list[dict[str, tuple[tuple[int, ...], str]]]:
         """Per tensor-parallel rank the (shape, type) of SGLang's own parameters."""
@@ -83,9 +80,6 @@ class RolloutWorker:
 
     def flush_cache(self) -> None:
         self.engine.flush_cache()
-
-    def abort_all(self) -> None:
-        self.engine.abort_all()
 
     def shutdown(self) -> None:
         self.engine.shutdown()

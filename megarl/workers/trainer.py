@@ -100,6 +100,7 @@ class TrainerWorker:
             precision=config.model.precision,
             optimizer=trained.optimizer if trained else None,
             recompute=trained.recompute if trained else None,
+            offload_activations=trained.offload.activations if trained else (),
             seed=config.run.seed,
             timeout=config.run.deadline,
             compiles=config.model.compile,
@@ -157,6 +158,7 @@ class TrainerWorker:
     def begin_step(self, samples: Mapping[int, tuple[Any, int]]) -> None:
         """Fetch this rank's samples: sample index -> (reference to a list of samples, position in it)."""
         self.store = StepStore()
+        device.reset_peak_memory()
         refs = list(dict.fromkeys(ref for ref, _ in samples.values()))
         lists: dict[Any, list[Sample]] = dict(zip(refs, ray.get(refs), strict=True))
         self.store.samples = {index: lists[ref][position] for index, (ref, position) in samples.items()}
@@ -385,6 +387,10 @@ class TrainerWorker:
     def device_name(self) -> str:
         """The GPU's name, "cpu" without one."""
         return device.name()
+
+    def empty_cache(self) -> None:
+        """Give the GPU memory that torch keeps but does not use to the engine that shares the GPU."""
+        device.empty_cache()
 
     def memory(self) -> dict[str, float]:
         """Peaks of this process's GPU memory and the host memory of its node, in GB (1e9 bytes)."""

@@ -93,7 +93,11 @@ def save_hf(
     group = dist.group.WORLD if num_processes > 1 else None
     hf_files.FileSaver(plan, dtype, rank, num_processes, device, group).save(folder, parameters)
     if rank == 0:
-        hf_files.copy_companions(source_folder, folder, change=lambda known: {**known, **config})
+        hf_files.copy_companions(
+            source_folder,
+            folder,
+            change=lambda known: {**{k: v for k, v in known.items() if k != "torch_dtype"}, **config},
+        )
     if num_processes > 1:
         dist.barrier()  # an index before its files would make half a checkpoint look whole
     if rank == 0:

@@ -13,7 +13,13 @@ import transformers
 VOCAB_SIZE = 90
 
 
-def tiny_model(kind: str, tied: bool = False, num_layers: int = 4) -> Any:
+def tiny_model(
+    kind: str,
+    tied: bool = False,
+    num_layers: int = 4,
+    rope: Mapping[str, Any] | None = None,
+    norm_topk_prob: bool = True,
+) -> Any:
     """A float32 transformers model with weights large enough that mistakes show."""
     common = {
         "vocab_size": VOCAB_SIZE,
@@ -25,13 +31,22 @@ def tiny_model(kind: str, tied: bool = False, num_layers: int = 4) -> Any:
         "max_position_embeddings": 128,
         "rms_norm_eps": 1e-6,
         "tie_word_embeddings": tied,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "rope_parameters": dict(rope or {"rope_type": "default", "rope_theta": 10000.0}),
         "attn_implementation": "eager",
     }
     configs = {
         "llama": lambda: transformers.LlamaConfig(**common, head_dim=16),
         "qwen2": lambda: transformers.Qwen2Config(**common),
         "qwen3": lambda: transformers.Qwen3Config(**common, head_dim=16),
+        "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
+            **common,
+            head_dim=16,
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=24,
+            norm_topk_prob=norm_topk_prob,
+            mlp_only_layers=[1],
+        ),
         "mistral": lambda: transformers.MistralConfig(**common, sliding_window=None),
     }
     model = transformers.AutoModelForCausalLM.from_config(configs[kind]())
@@ -44,10 +59,17 @@ def tiny_model(kind: str, tied: bool = False, num_layers: int = 4) -> Any:
 
 
 def rank_tensor(
-    name: str, shape: torch.Size, weights: Mapping[str, torch.Tensor], hf_config: Any, tensor: int, tensor_rank: int
+    name: str,
+    shape: torch.Size,
+    weights: Mapping[str, torch.Tensor],
+    hf_config: Any,
+    tensor: int,
+    tensor_rank: int,
+    experts: tuple[tuple[int, int], tuple[int, int]] = ((1, 0), (1, 0)),
 ) -> torch.Tensor:
-    """What the parameter `name` holds on a tensor-parallel rank, of weights (or their gradients) named as in the file.
-    `value_head.weight` stands for the critic's head."""
+    """What the parameter `name` holds on a tensor-parallel rank, of weights (or their gradients) named as transformers
+    holds them. `value_head.weight` stands for the critic's head. experts: (size, rank) of expert and expert-tensor
+    parallel."""
 
     def columns(whole: torch.Tensor) -> torch.Tensor:
         return whole.chunk(tensor, 0)[tensor_rank]
@@ -79,7 +101,16 @@ def rank_tensor(
         return columns(torch.cat(by_group, 1).flatten(0, 1))
     if rest == "mlp.linear_fc1.weight":
         return torch.cat([columns(weights[f"{layer}.mlp.{part}_proj.weight"]) for part in ("gate", "up")])
+    found = re.fullmatch(r"mlp\.experts\.local_experts\.(\d+)\.linear_fc([12])\.weight", rest)
+    if found:
+        (expert_size, expert_rank), (split, part) = experts
+        expert = expert_rank * (hf_config.num_experts // expert_size) + int(found[1])
+        if found[2] == "2":
+            return weights[f"{layer}.mlp.experts.down_proj"][expert].chunk(split, 1)[part]
+        gate, up = weights[f"{layer}.mlp.experts.gate_up_proj"][expert].chunk(2)
+        return torch.cat([gate.chunk(split)[part], up.chunk(split)[part]])
     whole = {
+        "mlp.router.weight": "mlp.gate.weight",
         "input_layernorm.weight": "input_layernorm.weight",
         "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
         "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
@@ -105,4 +136,5 @@ def load(engine: Any, weights: Mapping[str, torch.Tensor]) -> None:
 def expected(engine: Any, name: str, shape: torch.Size, weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """`rank_tensor` for the rank on which the engine runs."""
     sizes, here = engine.parallel, engine.groups.coordinates
-    return rank_tensor(name, shape, weights, engine.hf_config, sizes.tensor, here.tensor)
+    experts = (sizes.expert, here.expert), (sizes.expert_tensor, here.expert_tensor)
+    return rank_tensor(name, shape, weights, engine.hf_config, sizes.tensor, here.tensor, experts)

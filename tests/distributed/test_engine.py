@@ -67,13 +67,15 @@ def critic_loss(outputs: TokenOutputs, batch: TokenBatch) -> tuple[torch.Tensor,
     return loss, {"loss": loss, "tokens": batch.mask.sum()}
 
 
-def reference_outputs(model: Any, head: torch.Tensor, batch: PackedBatch) -> TokenOutputs:
+def reference_outputs(
+    model: Any, head: torch.Tensor, batch: PackedBatch, temperature: float = TEMPERATURE
+) -> TokenOutputs:
     """transformers, one sequence at a time; what stands at padding is not compared."""
     logprobs, entropy, values = (torch.zeros(batch.num_tokens) for _ in range(3))
     for start, length in zip(batch.cu_seqlens[:-1], batch.lengths, strict=True):
         where = slice(int(start), int(start) + int(length))
         hidden = model.model(input_ids=torch.tensor(batch.tokens[where])[None]).last_hidden_state[0]
-        log_softmax = torch.log_softmax(model.lm_head(hidden) / TEMPERATURE, dim=-1)
+        log_softmax = torch.log_softmax(model.lm_head(hidden) / temperature, dim=-1)
         logprobs[where] = log_softmax.gather(1, torch.tensor(batch.targets[where])[:, None])[:, 0]
         entropy[where] = -(log_softmax.exp() * log_softmax).sum(-1)
         values[where] = F.linear(hidden, head)[:, 0]
@@ -172,9 +174,11 @@ def test_critic_has_the_values_and_gradients_of_transformers(layout: str) -> Non
     run(critic_agrees, num_ranks, "llama", True, parallel)
 
 
+@pytest.mark.parametrize("layout", ["tp2", "tp2sp"])
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral"])
-def test_other_families_agree_under_tensor_parallel(kind: str) -> None:
-    run(actor_agrees, 2, kind, False, ParallelConfig(tensor=2, sequence=True))
+def test_other_families_agree_under_tensor_parallel(kind: str, layout: str) -> None:
+    num_ranks, parallel = LAYOUTS[layout]
+    run(actor_agrees, num_ranks, kind, False, parallel)
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
@@ -202,9 +206,9 @@ def train(engine: MegatronEngine, loss: Any, num_steps: int) -> list[float]:
     return [result.grad_norm for result in results]
 
 
-def adam_agrees(tied: bool, parallel: ParallelConfig) -> None:
+def adam_agrees(tied: bool, parallel: ParallelConfig, kind: str = "qwen2") -> None:
     """Two steps against torch.optim.AdamW on the transformers model."""
-    engine, model, head = build("qwen2", tied, "actor", parallel, optimizer=ADAM)
+    engine, model, head = build(kind, tied, "actor", parallel, optimizer=ADAM)
     train(engine, actor_loss, 2)
     named = dict(model.named_parameters())
     decayed = [parameter for parameter in named.values() if parameter.dim() > 1]

@@ -23,7 +23,7 @@ from megarl.reshard.layouts import hf_files_layout, hf_layout, sglang_layout
 from megarl.reshard.plan import plan
 from megarl.reshard.transports import copy_regions
 
-FAMILIES = ["llama", "qwen2", "mistral"]
+FAMILIES = ["llama", "qwen2", "qwen3", "qwen3_moe", "mistral"]
 
 
 def fill(target: Layout, values: Parameters, declaration: Any) -> list[Parameters]:
@@ -88,10 +88,19 @@ def test_no_file_is_empty_where_one_tensor_is_larger_than_a_files_share() -> Non
 
 
 def megatron_reference(
-    values: Parameters, config: Any, tied: bool, vocab: int, fused: bool, virtual: int, sizes: tuple[int, int], at: Any
+    values: Parameters,
+    config: Any,
+    tied: bool,
+    vocab: int,
+    fused: bool,
+    virtual: int,
+    sizes: tuple[int, int, int, int],
+    at: Any,
 ) -> Parameters:
-    """One rank's parameters by the rules with which a Megatron model was loaded whose logits equal transformers'."""
-    (tensor, pipeline), (t, p) = sizes, at
+    """One rank's parameters by the rules with which a Megatron model was loaded whose logits equal transformers'.
+
+    sizes, at: of tensor, pipeline, expert and expert-tensor parallel."""
+    (tensor, pipeline, num_runs, split), (t, p, e, s) = sizes, at
     layers, heads, groups = config.num_hidden_layers, config.num_attention_heads, config.num_key_value_heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // heads
 
@@ -119,11 +128,33 @@ def megatron_reference(
         if not fused:
             first, second = "input_layernorm.weight", "pre_mlp_layernorm.weight"
         result[own + first] = values[f"{hf}.input_layernorm.weight"]
+        routed = config.model_type == "qwen3_moe" and layer not in config.mlp_only_layers
+        if routed:  # moe_module_specs.py: fuse_pre_mlp_layernorm is False
+            second = "pre_mlp_layernorm.weight"
         result[own + second] = values[f"{hf}.post_attention_layernorm.weight"]
         result[own + "self_attention.linear_qkv.weight"] = rows(qkv(hf, "weight"))
         if config.model_type == "qwen2":
             result[own + "self_attention.linear_qkv.bias"] = rows(qkv(hf, "bias"))
+        if config.model_type.startswith("qwen3"):
+            for name in "qk":
+                result[own + f"self_attention.{name}_layernorm.weight"] = values[f"{hf}.self_attn.{name}_norm.weight"]
         result[own + "self_attention.linear_proj.weight"] = values[f"{hf}.self_attn.o_proj.weight"].chunk(tensor, 1)[t]
+        if routed:
+            result[own + "mlp.router.weight"] = values[f"{hf}.mlp.gate.weight"]
+            count = config.num_experts // num_runs
+            for local in range(count):
+                expert = f"{hf}.mlp.experts.{e * count + local}"
+                gate_up = [values[f"{expert}.{name}_proj.weight"].chunk(split, 0)[s] for name in ("gate", "up")]
+                down = values[f"{expert}.down_proj.weight"].chunk(split, 1)[s]
+                for number, weight in (("1", torch.cat(gate_up)), ("2", down)):
+                    # experts.py: TEGroupedMLP has weight0, weight1, ...; SequentialMLP a module an expert
+                    name = (
+                        f"linear_fc{number}.weight{local}"
+                        if fused
+                        else f"local_experts.{local}.linear_fc{number}.weight"
+                    )
+                    result[f"{own}mlp.experts.{name}"] = weight
+            continue
         gate_up = [rows(values[f"{hf}.mlp.{name}_proj.weight"]) for name in ("gate", "up")]
         result[own + "mlp.linear_fc1.weight"] = torch.cat(gate_up)
         result[own + "mlp.linear_fc2.weight"] = values[f"{hf}.mlp.down_proj.weight"].chunk(tensor, 1)[t]
@@ -148,7 +179,11 @@ def test_megatron_parameters_are_those_of_the_reference(
     tensor: int, pipeline: int, virtual: int, context: int, data: int
 ) -> None:
     vocab = 8  # 37 -> 40
-    for family, tied, fused, head_dim in (("llama", False, True, 4), ("qwen2", True, False, 2)):
+    for family, tied, fused, head_dim in (
+        ("llama", False, True, 4),
+        ("qwen2", True, False, 2),
+        ("qwen3", False, False, 2),
+    ):
         config = tiny_config(family, tied, head_dim=head_dim)
         declaration = declare(config)
         sizes = {"tensor": tensor, "pipeline": pipeline, "virtual_pipeline": virtual, "context": context}
@@ -159,8 +194,45 @@ def test_megatron_parameters_are_those_of_the_reference(
         assert len(filled) == tensor * pipeline * context * data
         for rank, parameters in enumerate(filled):
             at = rank % tensor, rank // (tensor * context * data)
-            expected = megatron_reference(values, config, tied, vocab, fused, virtual, (tensor, pipeline), at)
+            expected = megatron_reference(
+                values, config, tied, vocab, fused, virtual, (tensor, pipeline, 1, 1), (*at, 0, 0)
+            )
             assert_equal(parameters, expected, f"rank {rank}")
+
+
+@pytest.mark.parametrize(
+    ("tensor", "pipeline", "virtual", "expert", "split", "ranks"),
+    [
+        (1, 1, 1, 2, 1, 2),
+        (1, 1, 1, 4, 1, 4),
+        (1, 1, 1, 1, 2, 2),
+        (2, 1, 1, 2, 1, 4),
+        (2, 1, 1, 1, 1, 2),
+        (2, 1, 1, 2, 2, 4),
+        (2, 1, 1, 2, 2, 8),
+        (4, 1, 1, 2, 1, 8),
+        (2, 2, 2, 2, 1, 8),
+        (1, 2, 1, 2, 2, 8),
+    ],
+)
+@pytest.mark.parametrize("fused", [False, True], ids=["sequential", "grouped"])
+def test_experts_are_those_of_the_reference(
+    fused: bool, tensor: int, pipeline: int, virtual: int, expert: int, split: int, ranks: int
+) -> None:
+    config = tiny_config("qwen3_moe", mlp_only_layers=[1])
+    declaration = declare(config)
+    sizes = {"tensor": tensor, "pipeline": pipeline, "virtual_pipeline": virtual, "expert": expert}
+    data = ranks // tensor // pipeline
+    target, _ = megatron(declaration, 8, fused, data, expert_tensor=split, **sizes)
+    check_cover(target)
+    values = distinct(declaration.tensors(), torch.float32)
+    filled = fill(target, values, declaration)
+    assert len(filled) == ranks
+    for rank, parameters in enumerate(filled):
+        # Megatron's order: tp-cp-ep-dp-pp for the dense part, etp-ep-edp-pp for the experts
+        at = rank % tensor, rank // (ranks // pipeline), rank // split % expert, rank % split
+        expected = megatron_reference(values, config, False, 8, fused, virtual, (tensor, pipeline, expert, split), at)
+        assert_equal(parameters, expected, f"rank {rank}")
 
 
 def test_padding_rows_of_the_vocabulary_are_never_written() -> None:
@@ -185,12 +257,14 @@ def test_replicas_over_data_and_context_share_a_shard() -> None:
 # ------------------------------------------------------------------------------------------------ SGLang
 
 
-def sglang_reference(values: Parameters, config: Any, tied: bool, size: int, rank: int) -> Parameters:
+def sglang_reference(
+    values: Parameters, config: Any, tied: bool, size: int, rank: int, expert_size: int = 1
+) -> Parameters:
     """One rank's parameters by the rules of SGLang 0.5.21's loaders (sglang/srt/layers)."""
     heads, total_kv_heads = config.num_attention_heads, config.num_key_value_heads
     # linear.py:1016, QKVParallelLinear.__init__: where tp_size >= total_num_kv_heads, one key/value head a rank
     kv_heads, replicas = (1, size // total_kv_heads) if size >= total_kv_heads else (total_kv_heads // size, 1)
-    dim = config.head_dim
+    dim = getattr(config, "head_dim", None) or config.hidden_size // heads
 
     def qkv(prefix: str, suffix: str) -> torch.Tensor:
         q, k, v = (values[f"{prefix}.{n}_proj.{suffix}"] for n in "qkv")
@@ -226,6 +300,23 @@ def sglang_reference(values: Parameters, config: Any, tied: bool, size: int, ran
         parameter[: stop - start] = loaded[start:stop]
         return parameter
 
+    def experts(prefix: str) -> tuple[torch.Tensor, torch.Tensor]:
+        # runtime_context.py:135: moe_tp_rank = tp_rank % moe_tp_size, and the run of them is the expert rank
+        moe_tp_size = size // expert_size
+        ep_rank, tp_rank = rank // moe_tp_size, rank % moe_tp_size
+        count, part = config.num_experts // expert_size, config.moe_intermediate_size // moe_tp_size
+        w13 = torch.full((count, 2 * part, config.hidden_size), UNTOUCHED)
+        w2 = torch.full((count, config.hidden_size, part), UNTOUCHED)
+        for local in range(count):
+            gate, up, down = (
+                values[f"{prefix}.{ep_rank * count + local}.{name}_proj.weight"] for name in ("gate", "up", "down")
+            )
+            # fused_moe_triton/layer.py, _load_w13: w1 (gate) in the first half, w3 (up) in the second; _load_w2
+            w13[local].narrow(0, 0, part).copy_(gate.narrow(0, tp_rank * part, part))
+            w13[local].narrow(0, part, part).copy_(up.narrow(0, tp_rank * part, part))
+            w2[local].copy_(down.narrow(1, tp_rank * part, part))
+        return w13, w2
+
     result = {"model.embed_tokens.weight": vocabulary(values["model.embed_tokens.weight"])}
     for layer in range(config.num_hidden_layers):
         prefix = f"model.layers.{layer}"
@@ -235,7 +326,16 @@ def sglang_reference(values: Parameters, config: Any, tied: bool, size: int, ran
         result[f"{prefix}.self_attn.qkv_proj.weight"] = qkv(f"{prefix}.self_attn", "weight")
         if config.model_type == "qwen2":
             result[f"{prefix}.self_attn.qkv_proj.bias"] = qkv(f"{prefix}.self_attn", "bias")
+        if config.model_type.startswith("qwen3"):  # models/qwen3.py:121, RMSNorm(head_dim): the same on all ranks
+            for name in ("q_norm", "k_norm"):
+                result[f"{prefix}.self_attn.{name}.weight"] = values[f"{prefix}.self_attn.{name}.weight"]
         result[f"{prefix}.self_attn.o_proj.weight"] = row_parallel(values[f"{prefix}.self_attn.o_proj.weight"])
+        # models/qwen3_moe.py:845: all layers have experts
+        if config.model_type == "qwen3_moe":
+            result[f"{prefix}.mlp.gate.weight"] = values[f"{prefix}.mlp.gate.weight"]
+            w13, w2 = experts(f"{prefix}.mlp.experts")
+            result[f"{prefix}.mlp.experts.w13_weight"], result[f"{prefix}.mlp.experts.w2_weight"] = w13, w2
+            continue
         result[f"{prefix}.mlp.gate_up_proj.weight"] = gate_up(f"{prefix}.mlp")
         result[f"{prefix}.mlp.down_proj.weight"] = row_parallel(values[f"{prefix}.mlp.down_proj.weight"])
     result["model.norm.weight"] = values["model.norm.weight"]
@@ -259,6 +359,30 @@ def test_sglang_parameters_are_those_of_its_loaders(family: str, tied: bool, kv_
     check_cover(target, range(size))
 
 
+@pytest.mark.parametrize(("size", "expert_size"), [(2, 2), (4, 2), (4, 4), (8, 4)])
+def test_sglang_experts_are_those_of_its_loaders(size: int, expert_size: int) -> None:
+    config = tiny_config("qwen3_moe", num_hidden_layers=2)
+    declaration = declare(config)
+    target = sglang_layout(declaration, size, num_replicas=1, vocab_multiple=64, expert=expert_size)
+    values = distinct(declaration.tensors(), torch.float32)
+    for rank, parameters in enumerate(fill(target, values, declaration)):
+        assert_equal(parameters, sglang_reference(values, config, False, size, rank, expert_size), f"rank {rank}")
+    check_cover(target)
+
+
+def test_sglang_has_no_layers_without_experts_between_those_that_have_them() -> None:
+    with pytest.raises(ValueError, match="some layers of the model have experts and some have none"):
+        sglang_layout(declare(tiny_config("qwen3_moe", mlp_only_layers=[1])), 1, 1, 64)
+
+
+def test_sglang_expert_sizes_that_do_not_divide_are_named() -> None:
+    declaration = declare(tiny_config("qwen3_moe"))
+    with pytest.raises(ValueError, match="sglang expert size 3 does not divide its tensor size 4"):
+        sglang_layout(declaration, 4, 1, 64, expert=3)
+    with pytest.raises(ValueError, match="sglang expert size 8 does not divide the model's 4 experts"):
+        sglang_layout(declaration, 8, 1, 64, expert=8)
+
+
 # ------------------------------------------------------------------------------------------------ all
 
 
@@ -273,7 +397,8 @@ def test_pieces_lie_inside_their_parameters_and_cover_the_model(data: st.DataObj
             used: dict[str, torch.Tensor] = {n: torch.zeros(s) for n, s in shard.parameters.items()}
             for piece in shard.pieces:
                 local = piece.local
-                matrix = used[piece.parameter].view(used[piece.parameter].shape[0], -1)
+                counts = used[piece.parameter]
+                matrix = counts.view(-1, counts.shape[-1] if counts.dim() > 1 else 1)
                 assert local.row1 <= matrix.shape[0]
                 assert local.col1 <= matrix.shape[1]
                 matrix[local.row0 : local.row1, local.col0 : local.col1] += 1

@@ -22,7 +22,7 @@ many = settings(max_examples=40, deadline=None, suppress_health_check=[HealthChe
 
 
 def matrix(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.reshape(tensor.shape[0], -1)
+    return tensor.reshape(-1, tensor.shape[-1]) if tensor.dim() > 1 else tensor.reshape(-1, 1)
 
 
 def part(tensor: torch.Tensor, rect: Rect) -> torch.Tensor:
@@ -34,7 +34,7 @@ def filled(layout: Layout, values: Parameters) -> list[Parameters]:
     parameters = allocate(layout, next(iter(values.values())).dtype)
     for rank, own in enumerate(parameters):
         for piece in layout.shard(rank).pieces:
-            target = own[piece.parameter].view(own[piece.parameter].shape[0], -1)
+            target = matrix(own[piece.parameter])
             rows, cols = piece.rect.num_rows, piece.rect.num_cols
             target[piece.row : piece.row + rows, piece.col : piece.col + cols] = part(values[piece.tensor], piece.rect)
     return parameters

@@ -23,6 +23,8 @@ def tiny_config(model_type: str = "llama", tied: bool = False, **changes: Any) -
     classes = {
         "llama": transformers.LlamaConfig,
         "qwen2": transformers.Qwen2Config,
+        "qwen3": transformers.Qwen3Config,
+        "qwen3_moe": transformers.Qwen3MoeConfig,
         "mistral": transformers.MistralConfig,
     }
     sizes: dict[str, Any] = {
@@ -35,6 +37,8 @@ def tiny_config(model_type: str = "llama", tied: bool = False, **changes: Any) -
         "max_position_embeddings": 64,
         "tie_word_embeddings": tied,
     }
+    if model_type == "qwen3_moe":
+        sizes |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
     return classes[model_type](**{**sizes, **changes})
 
 
@@ -46,6 +50,7 @@ def plain_config(**sizes: Any) -> SimpleNamespace:
 def megatron(
     declaration: Declaration, vocab: int = 8, fused: bool = False, data: int = 1, **sizes: int
 ) -> tuple[Layout, RankGrid]:
+    """As many ranks as the dense grid needs, times data."""
     parallel = ParallelConfig(**sizes)
     grid = RankGrid(parallel.model_size * data, parallel)
     return megatron_layout(declaration, grid, vocab, fused), grid
@@ -56,7 +61,7 @@ def declarations(draw: st.DrawFn) -> Declaration:
     kv_heads = draw(st.sampled_from([1, 2, 4]))
     return declare(
         plain_config(
-            model_type=draw(st.sampled_from(["llama", "qwen2"])),
+            model_type=draw(st.sampled_from(["llama", "qwen2", "qwen3", "qwen3_moe"])),
             vocab_size=draw(st.integers(1, 40)),
             hidden_size=draw(st.integers(2, 5)),
             intermediate_size=4 * draw(st.integers(1, 3)),
@@ -65,6 +70,8 @@ def declarations(draw: st.DrawFn) -> Declaration:
             num_key_value_heads=kv_heads,
             head_dim=draw(st.integers(1, 3)),
             tie_word_embeddings=draw(st.booleans()),
+            num_experts=draw(st.sampled_from([2, 4])),
+            moe_intermediate_size=4 * draw(st.integers(1, 2)),
         )
     )
 
@@ -82,7 +89,14 @@ def megatron_layouts(draw: st.DrawFn, declaration: Declaration) -> Layout:
         "context": draw(st.sampled_from([1, 2])),
     }
     vocab = tensor * draw(st.integers(1, 5))
-    return megatron(declaration, vocab, draw(st.booleans()), data=draw(st.integers(1, 2)), **sizes)[0]
+    data = draw(st.integers(1, 2))
+    if declaration.num_experts:  # over all ranks of a stage, in any way that divides them
+        ranks = tensor * sizes["context"] * data
+        spread = [e for e in (1, 2, 4) if declaration.num_experts % e == 0 and ranks % e == 0]
+        sizes["expert"] = draw(st.sampled_from(spread))
+        split = [s for s in (1, 2, 4) if ranks // sizes["expert"] % s == 0]
+        sizes["expert_tensor"] = draw(st.sampled_from(split))
+    return megatron(declaration, vocab, draw(st.booleans()), data=data, **sizes)[0]
 
 
 @st.composite
@@ -91,4 +105,6 @@ def sglang_layouts(draw: st.DrawFn, declaration: Declaration) -> Layout:
     heads, kv_heads = declaration.num_heads, declaration.num_kv_heads
     fits = [t for t in (1, 2, 4) if heads % t == 0 and (kv_heads % t == 0 or t % kv_heads == 0)]
     tensor = draw(st.sampled_from(fits))
-    return sglang_layout(declaration, tensor, draw(st.integers(1, 2)), math.lcm(tensor, draw(st.sampled_from([8, 64]))))
+    vocab = math.lcm(tensor, draw(st.sampled_from([8, 64])))
+    expert = draw(st.sampled_from([e for e in (1, 2, 4) if tensor % e == 0 and declaration.num_experts % e == 0]))
+    return sglang_layout(declaration, tensor, draw(st.integers(1, 2)), vocab, expert)

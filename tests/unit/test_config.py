@@ -183,7 +183,10 @@ def test_yaml_and_back_is_the_identity(tmp_path: Path, name: str) -> None:
             {"actor": {"parallel": {"virtual_pipeline": 2}}},
             "actor.parallel.virtual_pipeline: is 2, but pipeline is 1; set it to 1 or pipeline to 2 or more",
         ),
-        ({"cluster": {"gpus_per_node": 4}, "rollout": {"tensor": 3}}, "rollout.tensor: 3 does not divide the 4 ranks"),
+        (
+            {"cluster": {"gpus_per_node": 4}, "rollout": {"tensor": 3}},
+            "rollout.tensor: 3 does not divide cluster.gpus_per_node = 4; a replica lies within one node",
+        ),
         (
             {"cluster": {"gpus_per_node": 2}, "rollout": {"tensor": 2, "engine": "hf"}},
             "rollout.tensor: is 2, but the hf engine has no tensor parallel; set it to 1 or rollout.engine to sglang",
@@ -251,6 +254,70 @@ def test_limits_of_parts_that_a_run_does_not_have_are_not_looked_at() -> None:
         (
             {"critic": {"optimizer": {"schedule": "cosine", "min_lr": 1e-4}}},
             "critic.optimizer.min_lr: is 0.0001, above critic.optimizer.lr 1e-05; lower it",
+        ),
+        (
+            {"actor": {"optimizer": {"kind": "sgd", "overlap_param_gather": True}}},
+            "actor.optimizer.overlap_param_gather: is true, but sgd leaves all parameters on every rank; set it to "
+            "false",
+        ),
+        (
+            {"critic": {"optimizer": {"overlap_grad_reduce": False, "overlap_param_gather": True}}},
+            "critic.optimizer.overlap_param_gather: needs critic.optimizer.overlap_grad_reduce, which is false; change "
+            "one of them",
+        ),
+        (
+            {
+                "actor": {"optimizer": {"kind": "sgd", "state_precision": "bf16"}},
+                "model": {"create": {}, "precision": "fp32"},
+                "cluster": {"device": "cpu"},
+            },
+            "actor.optimizer.state_precision: bf16 is for adam, model.precision bf16 and GPUs, but "
+            "actor.optimizer.kind is sgd, model.precision is fp32, cluster.device is cpu; set it to fp32",
+        ),
+        (
+            {"actor": {"recompute": {"kind": "selective", "modules": ["mlp", "attention"]}}},
+            "actor.recompute.modules: has attention, but there are core_attn, mlp, layernorm, moe",
+        ),
+        (
+            {"critic": {"recompute": {"kind": "selective", "modules": []}}},
+            "critic.recompute.modules: is empty; name some of core_attn, mlp, layernorm, moe, or set "
+            "critic.recompute.kind to none",
+        ),
+        (
+            {"actor": {"recompute": {"kind": "block", "modules": ["mlp"]}}},
+            "actor.recompute.modules: is set, but actor.recompute.kind is block; set it to selective, or leave modules "
+            "out",
+        ),
+        (
+            {"actor": {"recompute": {"kind": "selective", "num_layers": 2}}},
+            "actor.recompute.num_layers: is 2, but actor.recompute.kind is selective; set it to block or full, or "
+            "leave num_layers out",
+        ),
+        (
+            {"actor": {"offload": {"activations": ["core_attn", "mlp"]}}},
+            "actor.offload.activations: has mlp, but there are qkv_linear, core_attn, attn_proj",
+        ),
+        (
+            {"critic": {"offload": {"activations": ["attn_proj"]}}},
+            "critic.offload.activations: attn_proj needs core_attn, whose output and its input are one; add core_attn",
+        ),
+        (
+            {"actor": {"offload": {"activations": ["core_attn"]}}, "cluster": {"device": "cpu"}},
+            "actor.offload.activations: is for model.precision bf16 and GPUs, but model.precision is bf16 and "
+            "cluster.device is cpu; leave it out",
+        ),
+        (
+            {"actor": {"offload": {"activations": ["qkv_linear"]}, "recompute": {"kind": "full"}}},
+            "actor.offload.activations: actor.recompute.kind is full, which keeps none of them; leave one of the two "
+            "out",
+        ),
+        (
+            {"actor": {"offload": {"activations": ["core_attn"]}, "recompute": {"kind": "selective"}}},
+            "actor.offload.activations: core_attn is in actor.recompute.modules too; remove one of them",
+        ),
+        (
+            {"reference": {"offload": {"activations": ["core_attn"]}}},
+            "reference.offload.activations: the reference has no backward; leave it out",
         ),
         ({"actor": {"clip_low": 1.5}}, "actor.clip_low: is 1.5, must be at most 1 (0.2 is usual)"),
         (

@@ -9,9 +9,17 @@ from typing import Any
 
 from megarl.model.families.llama import llama
 from megarl.model.families.qwen2 import qwen2
+from megarl.model.families.qwen3 import qwen3
+from megarl.model.families.qwen3_moe import qwen3_moe
 from megarl.reshard.declaration import Declaration, Names, Whole
 
-FAMILIES: dict[str, Callable[[Any], Declaration]] = {"llama": llama, "mistral": llama, "qwen2": qwen2}
+FAMILIES: dict[str, Callable[[Any], Declaration]] = {
+    "llama": llama,
+    "mistral": llama,
+    "qwen2": qwen2,
+    "qwen3": qwen3,
+    "qwen3_moe": qwen3_moe,
+}
 """By the config's `model_type`."""
 
 VALUE_HEAD = "score.weight"

@@ -38,7 +38,6 @@ def llama(hf_config: Any) -> Declaration:
         RowSplit("mlp.down_proj.weight", Names("mlp.linear_fc2.weight", "mlp.down_proj.weight"), (hidden, ffn)),
     )
     return Declaration(
-        num_layers=hf_config.num_hidden_layers,
         num_heads=hf_config.num_attention_heads,
         num_kv_heads=hf_config.num_key_value_heads,
         ffn_size=ffn,
@@ -46,7 +45,7 @@ def llama(hf_config: Any) -> Declaration:
         embedding=VocabSplit(
             "model.embed_tokens.weight", Names("embedding.word_embeddings.weight", "model.embed_tokens.weight"), vocab
         ),
-        layer=layer,
+        layers=(layer,) * hf_config.num_hidden_layers,
         final_norm=Whole("model.norm.weight", Names("decoder.final_layernorm.weight", "model.norm.weight"), (hidden,)),
         head=None
         if hf_config.tie_word_embeddings

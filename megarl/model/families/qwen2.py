@@ -12,4 +12,5 @@ from megarl.reshard.declaration import Declaration
 def qwen2(hf_config: Any) -> Declaration:
     """The declaration for a Qwen2Config."""
     base = llama(hf_config)
-    return replace(base, layer=(*base.layer, qkv(hf_config, "bias")))
+    bias = qkv(hf_config, "bias")
+    return replace(base, layers=tuple((*layer, bias) for layer in base.layers))

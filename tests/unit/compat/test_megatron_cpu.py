@@ -97,3 +97,13 @@ def test_names_that_need_transformer_engine_exist() -> None:
 
     assert megatron_random.FP8GlobalStateManager.is_fp8_enabled() is False
     assert moe_utils.te_general_gemm is None
+
+
+def test_parameters_of_experts_are_marked_and_no_others() -> None:
+    """What the marks do to gradients and their norm is seen in tests/distributed/test_moe.py (etp2, tp2)."""
+    layer = torch.nn.Module()
+    layer.router, layer.experts = torch.nn.Linear(2, 2, bias=False), torch.nn.Linear(2, 2, bias=False)
+    model = torch.nn.ModuleDict({"mlp": layer})
+    megatron_cpu.mark_expert_parameters(model)
+    assert (layer.experts.weight.allreduce, layer.experts.weight.tensor_model_parallel) == (False, True)
+    assert not hasattr(layer.router.weight, "allreduce")

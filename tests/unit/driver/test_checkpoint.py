@@ -12,7 +12,7 @@ from megarl.driver.checkpoint import MANIFEST, CheckpointStore, DriverState, rea
 
 
 def state(step: int) -> DriverState:
-    return DriverState(step, {"epoch": 1, "row": 2}, {"actor": 3, "critic": 4}, 0.125, None, 0.5, {"torch": "2"})
+    return DriverState(step, {"epoch": 1, "row": 2}, {"actor": 3, "critic": 4}, 0.125, 0.5, {"torch": "2"})
 
 
 def save(store: CheckpointStore, step: int) -> str:
@@ -110,6 +110,12 @@ def test_going_on_from_an_earlier_checkpoint_sets_later_ones_aside_and_deletes_n
     found = store.find("auto")
     assert found is not None
     assert os.path.basename(found) == "step_000002"
+    save(store, 4)  # and again
+    assert [os.path.basename(f) for f in store.set_aside_after(0)] == [
+        "step_000002.set_aside",
+        "step_000004.set_aside.1",
+    ]
+    assert store.find("auto") is None
 
 
 def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:

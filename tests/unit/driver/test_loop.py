@@ -20,7 +20,7 @@ from megarl.metrics import MetricsWriter, read_metrics
 from megarl.types import SampleInfo
 from megarl.workers.generation import Group
 
-START = DriverState(0, {"row": 0}, {"actor": 0, "critic": 0}, 0.5, None)
+START = DriverState(0, {"row": 0}, {"actor": 0, "critic": 0}, 0.5)
 
 
 class World:
@@ -40,6 +40,7 @@ class World:
         self.row, self.stop, self.stop_in, self.total_steps = 0, StopRequest(), 0, total_steps
         self.texts: list[Any] = []
         self.learned: list[tuple[int, float]] = []
+        self.is_behind, self.reward_errors, self.embedded = 0, [None], False
 
     def session(self, first_step: int = 0) -> Session:
         self.checkpoints = CheckpointStore(self.config.run.folder, self.config.run.keep_checkpoints)
@@ -70,6 +71,7 @@ class World:
         return []
 
     def sync(self, version: int) -> dict[str, float]:
+        self.version = version
         self.events.append(f"sync {version}")
         return {}
 
@@ -86,7 +88,12 @@ class World:
     def next_batch(self) -> RolloutBatch:
         score = next(self.validation_scores) if self.what == "validation" else 1.0
         texts = (("2+2=", "4"),) if self.what == "validation" else ()
-        return RolloutBatch([Group((SampleInfo("u", "g", 2, 3, 3, score, "stop", "s", 0),), None, texts)])
+        version = self.version - self.is_behind
+        infos = tuple(
+            SampleInfo(f"u{i}", "g", 2, 3, 3, score, "stop", "s", version, error)
+            for i, error in enumerate(self.reward_errors if self.what == "training" else [None])
+        )
+        return RolloutBatch([Group(infos, None, texts)])
 
     def sleep(self) -> None:
         self.events.append("sleep")
@@ -125,16 +132,16 @@ def test_the_order_of_a_step_is_that_of_a_colocated_engine(tmp_path: Path, learn
     """Optimizer and gradients are off (never on here), weights on, sync, actor parameters off, KV cache on."""
     made = world(learn, tmp_path, 1, [0.25, 0.75], actor={"offload": {"parameters": True, "optimizer": True}})
     outcome = run(made.session(), START)
-    refresh = ["wake weights", "resume", "sync {}", "release", "wake kv_cache"]
+    refresh = ["empty_cache", "wake weights", "resume", "sync {}", "release", "wake kv_cache"]
     assert made.events == [
         *(event.format(0) for event in refresh),
         "submit validation",
         "submit training",
         "sleep",
         "learn 1",
+        "save_checkpoint",
         *(event.format(1) for event in refresh),
         "submit validation",
-        "save_checkpoint",
     ]
     assert (outcome.step, outcome.first_validation, outcome.last_validation, outcome.stopped_by) == (
         1,
@@ -154,7 +161,7 @@ def test_saving_and_validating_every_so_often(tmp_path: Path, learn: list[World]
     run(made.session(), START)
     states = [read_state(folder) for folder in made.checkpoints.complete()]
     assert [state.step for state in states] == [3, 6, 7]
-    assert [(state.last_validation, state.best_validation) for state in states] == [(0.2, 0.2), (0.4, 0.6), (0.5, 0.6)]
+    assert [state.last_validation for state in states] == [0.2, 0.6, 0.4]  # saved before the step's own validation
     # What the driver needs to go on: rows taken, optimizer steps done, versions of what decided the numbers.
     assert [(state.data_cursor, state.optimizer_steps["actor"]) for state in states] == [
         ({"row": n}, n) for n in (3, 6, 7)
@@ -169,31 +176,55 @@ def test_saving_and_validating_every_so_often(tmp_path: Path, learn: list[World]
         assert ("timing_s/save_checkpoint" in entry) == (entry["step"] in (3, 6, 7))
 
 
-def test_the_best_validation_may_be_negative(tmp_path: Path, learn: list[World]) -> None:
-    made = world(learn, tmp_path, 2, [0.0, -2.0, -1.0], run={"validate_every": 1})
-    run(made.session(), START)
-    (folder,) = made.checkpoints.complete()
-    assert read_state(folder).best_validation == 0.0
-
-
-def test_a_signal_lets_the_step_end_validates_and_saves(tmp_path: Path, learn: list[World]) -> None:
-    made = world(learn, tmp_path, 9, [0.0, 0.5])
+def test_a_signal_lets_the_step_end_and_saves_at_once(tmp_path: Path, learn: list[World]) -> None:
+    """No sync and no validation after it: who sends SIGTERM waits seconds, not minutes."""
+    made = world(learn, tmp_path, 9, [0.25])
     made.stop_in = 2
     outcome = run(made.session(), START)
-    assert (outcome.step, outcome.last_validation, outcome.stopped_by) == (2, 0.5, "SIGTERM")
-    assert made.events[-2:] == ["submit validation", "save_checkpoint"]
+    assert (outcome.step, outcome.last_validation, outcome.stopped_by) == (2, 0.25, "SIGTERM")
+    assert made.events[-2:] == ["learn 2", "save_checkpoint"]
     assert [read_state(folder).step for folder in made.checkpoints.complete()] == [2]
+    assert [entry["step"] for entry in read_metrics(made.writer.jsonl)] == [0, 1, 2]
+
+
+def test_a_signal_in_the_last_step_stops_nothing(tmp_path: Path, learn: list[World]) -> None:
+    made = world(learn, tmp_path, 2, [0.25, 0.5])
+    made.stop_in = 2
+    outcome = run(made.session(), START)
+    assert (outcome.step, outcome.last_validation, outcome.stopped_by) == (2, 0.5, None)
+
+
+def test_answers_of_other_weights_stop_the_run(tmp_path: Path, learn: list[World]) -> None:
+    made = world(learn, tmp_path, 2, [0.25])
+    made.is_behind = 1
+    with pytest.raises(RuntimeError, match="1 of 1 answers do not come from the weights of step 0, the first is u0"):
+        run(made.session(), START)
+
+
+def test_a_reward_that_fails_is_said_and_one_that_fails_on_all_stops_the_run(
+    tmp_path: Path, learn: list[World]
+) -> None:
+    made = world(learn, tmp_path / "some", 1, [0.25, 0.5])
+    made.reward_errors = [None, "KeyError: 'x'"]
+    run(made.session(), START)
+    assert "the reward failed on 1 of 2 answers: KeyError: 'x'" in made.texts
+    learn.clear()
+    made = world(learn, tmp_path / "all", 1, [0.25])
+    made.reward_errors = ["KeyError: 'x'"] * 2
+    with pytest.raises(ValueError, match="reward.function gsm8k failed on every answer: KeyError: 'x'"):
+        run(made.session(), START)
+    assert made.learned == []
 
 
 def test_a_resumed_run_starts_after_its_step_without_validating_first(tmp_path: Path, learn: list[World]) -> None:
     made = world(learn, tmp_path, 4, [0.5])
-    outcome = run(made.session(2), DriverState(2, {}, {"actor": 8, "critic": 8}, 0.5, 0.7, 0.6))
+    outcome = run(made.session(2), DriverState(2, {}, {"actor": 8, "critic": 8}, 0.5, 0.6))
     assert [step for step, _ in made.learned] == [3, 4]
-    assert made.events[:2] == ["wake weights", "sync 2"]
+    assert made.events[:3] == ["empty_cache", "wake weights", "sync 2"]
     assert "submit validation" not in made.events[: made.events.index("learn 4")]
     assert (outcome.first_validation, outcome.last_validation) == (None, 0.5)
     # A run that was done has nothing to do again.
-    done = run(made.session(4), DriverState(4, {}, {"actor": 8, "critic": 8}, 0.5, 0.7, 0.6))
+    done = run(made.session(4), DriverState(4, {}, {"actor": 8, "critic": 8}, 0.5, 0.6))
     assert (done.step, done.last_validation) == (4, 0.6)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from megarl import config
-from megarl.driver.setup import create_inputs, stop_tokens, total_steps
+from megarl.driver.setup import create_inputs, prepare, stop_tokens, total_steps
 
 
 def build(**sections: Any) -> config.Config:
@@ -48,3 +49,69 @@ def test_what_is_made_is_then_read_like_what_was_given(tmp_path: Path) -> None:
     shape = json.loads((tmp_path / "created" / "model" / "config.json").read_text())
     assert (shape["hidden_size"], shape["num_hidden_layers"]) == (8, 1)
     assert create_inputs(found) == found
+
+
+TINY = {"hidden_size": 8, "num_layers": 3, "num_heads": 4, "num_kv_heads": 2, "ffn_size": 8, "alphabet": "0123456789+="}
+
+
+def ready(folder: Path, **sections: Any) -> config.Config:
+    """Two ranks and a tiny model of three layers, its files written."""
+    made = build(
+        run={"dir": str(folder)},
+        model={"create": TINY},
+        data={"create": {"num_train": 8, "num_validation": 3}, "prompts_per_step": 4},
+        cluster={"gpus_per_node": 2},
+        actor={"batch": {"mini_batch_prompts": 4}, **sections.pop("actor", {})},
+        critic={"batch": {"mini_batch_prompts": 4}, **sections.pop("critic", {})},
+        **sections,
+    )
+    return create_inputs(made)
+
+
+def test_all_that_needs_no_process_is_read_and_checked(tmp_path: Path) -> None:
+    found = prepare(ready(tmp_path))
+    assert (found.prompts.steps_per_epoch, found.checkpoint, found.state.step) == (2, None, 0)
+    assert found.validation is not None
+    assert len(found.validation) == 3
+    assert found.hf_config.num_hidden_layers == 3
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"critic": {"parallel": {"pipeline": 2}}}, "critic.parallel: 3 layers do not divide by pipeline 2"),
+        ({"reward": {"function": "nowhere:score"}}, "reward function 'nowhere:score'"),
+        (
+            {"cluster": {"gpus_per_node": 4}, "actor": {"parallel": {"tensor": 4}}},
+            "actor.parallel: .* 2 key/value heads",
+        ),
+    ],
+)
+def test_what_does_not_fit_the_model_is_said_before_any_process(
+    tmp_path: Path, sections: dict[str, Any], message: str
+) -> None:
+    cluster = sections.pop("cluster", None)
+    made = ready(tmp_path, **sections) if cluster is None else None
+    if made is None:
+        made = create_inputs(
+            build(
+                run={"dir": str(tmp_path)},
+                model={"create": TINY},
+                data={"create": {"num_train": 64, "num_validation": 3}, "prompts_per_step": 64},
+                cluster=cluster,
+                **sections,
+            )
+        )
+    with pytest.raises(ValueError, match=message):
+        prepare(made)
+
+
+def test_a_critic_that_does_not_know_the_actors_tokens_is_refused(tmp_path: Path) -> None:
+    made = ready(tmp_path)
+    small = tmp_path / "small"
+    small.mkdir()
+    shape = json.loads((tmp_path / "created" / "model" / "config.json").read_text())
+    (small / "config.json").write_text(json.dumps(shape | {"vocab_size": 3}))
+    made = replace(made, critic=replace(made.critic, path=str(small)))
+    with pytest.raises(ValueError, match="vocabulary of 3 is smaller than the actor's 16"):
+        prepare(made)

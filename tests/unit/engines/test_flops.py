@@ -35,6 +35,13 @@ def test_parameters_in_matrix_products_by_hand() -> None:
     assert matmul_parameters(SMALL, 1) == 2 * (72 + 96) + 4
 
 
+def test_of_the_experts_those_count_that_see_the_token() -> None:
+    """Layer 1 of 2 has 5 experts, of which a token sees 2: router 4 x 5, and 2 x 3 x 4 x 6 = 144. Layer 0 is dense."""
+    routed = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 6, "decoder_sparse_step": 2}
+    model = SimpleNamespace(**vars(SMALL), **routed)
+    assert matmul_parameters(model, 10) == 2 * 72 + 96 + (20 + 144) + 40
+
+
 def test_training_by_hand() -> None:
     """Attention forward: 2 x 2 layers x width 6 x (3^2 + 5^2) = 816, which is half of 4 x n^2 x width x layers."""
     assert attention_flops(SMALL, [3, 5]) == 816

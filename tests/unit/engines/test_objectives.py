@@ -113,7 +113,7 @@ def test_the_policy_loss_by_hand() -> None:
         "actor/pg_clipfrac": 0.5,
         "actor/pg_clipfrac_lower": 0.0,
         "actor/ppo_kl": -log / 2,
-        "actor/entropy": 1.0,
+        "actor/entropy_in_update": 1.0,
         "actor/kl_loss": kl,
     }
     assert {name: float(value) for name, value in sums.items()} == pytest.approx(expected)
@@ -141,7 +141,7 @@ def test_losses_and_metrics_have_weights_of_their_own() -> None:
     loss, sums = policy_objective(ACTOR)(outputs, given)
     # Policy -(0.25 + 2), entropy 0.25 + 3, k1 0.25 x 0.5 + 2.
     assert float(loss) == pytest.approx(-2.25 - 0.1 * 3.25 + 0.2 * 2.125)
-    assert [float(sums[f"actor/{name}"]) for name in ("pg_loss", "entropy", "kl_loss")] == [-2.25, 2.0, 1.25]
+    assert [float(sums[f"actor/{name}"]) for name in ("pg_loss", "entropy_in_update", "kl_loss")] == [-2.25, 2.0, 1.25]
     given = token_batch(
         [True, True], old_values=[0.0, 0.0], returns=[2.0, 0.0], loss_weight=[0.25, 1.0], token_weight=[0.5, 0.5]
     )

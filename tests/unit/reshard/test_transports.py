@@ -46,7 +46,7 @@ def test_regions_are_copied_into_their_rectangles():
     regions = [
         BucketRegion("matrix", "float32", (1, 3), (1, 3), 0),
         BucketRegion("vector", "float32", (3, 5), (0, 1), 16),
-        BucketRegion("experts", "bfloat16", (1, 2), (2, 6), 24),
+        BucketRegion("experts", "bfloat16", (4, 6), (0, 2), 24),
     ]
     assert copy_regions(dict(model.named_parameters()), regions, flat) == 32
     assert model.matrix.tolist() == [[0, 0, 0], [0, 1, 2], [0, 3, 4], [0, 0, 0]]

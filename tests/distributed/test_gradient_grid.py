@@ -1,0 +1,238 @@
+"""Training gives the same numbers in every layout: outputs, loss, metrics, every gradient under its Hugging Face name,
+and every weight after an optimizer step.
+
+Two comparisons. One rank with one packed micro-batch against transformers, torch.autograd and torch.optim, with the
+loss written out here once more; then each layout against that one rank.
+
+The grid is not walked whole. Each layout trains actor and critic on every batching, with the aggregations turned by one
+from layout to layout: so each pair of layout, role, batching and aggregation occurs. Tied and untied actors take turns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from harness import run
+from training_task import (
+    ACTOR,
+    ADAM,
+    CONSTANT,
+    CRITIC,
+    SHAPES,
+    Case,
+    Outcome,
+    Task,
+    compare,
+    joined,
+    make_task,
+    outputs_of,
+    task_of,
+    train_all,
+)
+
+from megarl.algorithms.aggregation import AGGREGATIONS
+from megarl.config import ParallelConfig
+
+LAYOUTS = {
+    "tp2": (2, ParallelConfig(tensor=2)),
+    "tp2sp": (2, ParallelConfig(tensor=2, sequence=True)),
+    "pp2": (2, ParallelConfig(pipeline=2)),
+    "vpp2": (2, ParallelConfig(pipeline=2, virtual_pipeline=2)),
+    "cp2": (2, ParallelConfig(context=2)),
+    "dp2": (2, ParallelConfig()),
+    "tp2pp2": (4, ParallelConfig(tensor=2, pipeline=2)),
+    "tp2cp2": (4, ParallelConfig(tensor=2, context=2)),
+    "tp2spcp2": (4, ParallelConfig(tensor=2, context=2, sequence=True)),
+    "cp2dp2": (4, ParallelConfig(context=2)),
+    "vpp2dp2": (4, ParallelConfig(pipeline=2, virtual_pipeline=2)),
+}
+BATCHINGS = ("packed in 1", "packed in 4", "padded, 1", "padded, 4")
+
+
+# ------------------------------------------------------------------------------------------------ the reference
+
+
+def written_out(task: Task, case: Case) -> Outcome:
+    """transformers, autograd and torch.optim.AdamW; losses and their means as the papers have them."""
+    task = make_task(task.role, task.model.config.tie_word_embeddings)  # its weights change
+    losses: list[torch.Tensor] = []  # of each sample with loss tokens: [loss tokens]
+    outputs: dict[int, Mapping[str, np.ndarray]] = {}
+    means: dict[str, list[torch.Tensor]] = {}
+    for number, sample in enumerate(task.samples[: case.num_samples]):
+        mask = torch.tensor(sample.loss_mask)
+        own = {name: values[mask] for name, values in outputs_of(task.model, task.head, sample).items()}
+        outputs[number] = {name: values.detach().numpy() for name, values in own.items()}
+        if not mask.any():
+            continue
+        given = {name: torch.tensor(values[number])[mask] for name, values in task.given.items()}
+        loss, figures = actor_loss(own, given) if task.role == "actor" else critic_loss(own, given)
+        losses.append(loss)
+        for name, figure in figures.items():
+            means.setdefault(name, []).append(figure.detach())
+    total = aggregate(case.aggregation, losses)
+    total.backward()
+    main = "actor/pg_loss" if task.role == "actor" else "critic/vf_loss"
+    means["loss"] = [loss.detach() for loss in losses]
+
+    def summed(name: str, figures: Sequence[torch.Tensor]) -> float:
+        aggregation = case.aggregation if name in (main, "loss") else "token-mean"
+        return float(aggregate(aggregation, figures))
+
+    sums = {name: summed(name, figures) for name, figures in means.items()}
+    magnitudes = {name: summed(name, [figure.abs() for figure in figures]) for name, figures in means.items()}
+    named = dict(task.model.named_parameters())
+    if task.role == "critic":
+        named = {name: parameter for name, parameter in named.items() if name != "lm_head.weight"}
+        named[next(n for n in task.declaration.tensors() if n not in named)] = task.head
+    gradients = {name: parameter.grad.numpy().copy() for name, parameter in named.items()}
+    groups = [
+        {"params": [p for p in named.values() if (p.dim() > 1) == decays], "weight_decay": ADAM.weight_decay * decays}
+        for decays in (True, False)
+    ]
+    torch.optim.AdamW(groups, lr=ADAM.lr, betas=(ADAM.beta1, ADAM.beta2), eps=ADAM.eps).step()
+    weights = {name: parameter.detach().numpy() for name, parameter in named.items()}
+    norm = sum(float((gradient.astype(np.float64) ** 2).sum()) for gradient in gradients.values()) ** 0.5
+    return Outcome(outputs, sums, norm, gradients, weights, magnitudes)
+
+
+def actor_loss(own: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, Any]:
+    advantages = given["advantages"]
+    ratio = (own["logprobs"] - given["old_logprobs"]).exp()
+    inside = ratio.clamp(1 - ACTOR.clip_low, 1 + ACTOR.clip_high)
+    surrogate = torch.minimum(ratio * advantages, inside * advantages)
+    bounded = torch.where(advantages < 0, torch.maximum(surrogate, ACTOR.dual_clip * advantages), surrogate)
+    log_ratio = given["reference_logprobs"] - own["logprobs"]
+    kl = log_ratio.exp() - 1 - log_ratio
+    figures = {
+        "actor/pg_loss": -bounded,
+        "actor/pg_clipfrac": (inside * advantages < ratio * advantages).float(),
+        "actor/pg_clipfrac_lower": (bounded != surrogate).float(),
+        "actor/ppo_kl": given["old_logprobs"] - own["logprobs"],
+        "actor/entropy": own["entropy"],
+        "actor/kl_loss": kl,
+    }
+    return -bounded - ACTOR.entropy_coef * own["entropy"] + ACTOR.kl_loss_coef * kl, figures
+
+
+def critic_loss(own: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, Any]:
+    values, old, returns = own["values"], given["old_values"], given["returns"]
+    near = old + (values - old).clamp(-CRITIC.value_clip, CRITIC.value_clip)
+    plain, clipped = (values - returns) ** 2, (near - returns) ** 2
+    loss = torch.maximum(plain, clipped) / 2
+    return loss, {"critic/vf_loss": loss, "critic/vf_clipfrac": (clipped > plain).float(), "critic/vpred_mean": values}
+
+
+def aggregate(aggregation: str, losses: Sequence[torch.Tensor]) -> torch.Tensor:
+    if aggregation == "token-mean":
+        return torch.cat(list(losses)).mean()
+    if aggregation == "seq-mean-token-sum":
+        return torch.stack([loss.sum() for loss in losses]).mean()
+    if aggregation == "seq-mean-token-mean":
+        return torch.stack([loss.mean() for loss in losses]).mean()
+    return torch.cat(list(losses)).sum() / CONSTANT
+
+
+# ------------------------------------------------------------------------------------------------ the grid
+
+
+def cases_of(layout: str) -> dict[str, list[Case]]:
+    """For each role one case a batching."""
+    num_ranks, parallel = LAYOUTS[layout]
+    turn = list(LAYOUTS).index(layout)
+    num_data = parallel.data_parallel(num_ranks)
+
+    def case(number: int, batching: str) -> Case:
+        size = len(SHAPES) if batching.startswith("packed") else int(batching[-1]) * num_data
+        return Case(batching, AGGREGATIONS[(turn + number) % len(AGGREGATIONS)], size)
+
+    return {
+        "actor": [case(number, batching) for number, batching in enumerate(BATCHINGS)],
+        "critic": [case(number + 1, batching) for number, batching in enumerate(BATCHINGS)],
+    }
+
+
+def is_tied(layout: str) -> bool:
+    return list(LAYOUTS).index(layout) % 2 == 1
+
+
+Key = tuple[str, bool, Case]
+
+
+def reference_key(layout: str, role: str, case: Case) -> Key:
+    return role, role == "actor" and is_tied(layout), Case("packed in 1", case.aggregation, case.num_samples)
+
+
+@pytest.fixture(scope="module")
+def by_hand() -> dict[Key, Outcome]:
+    keys = {
+        reference_key(layout, role, case): None
+        for layout in LAYOUTS
+        for role, cases in cases_of(layout).items()
+        for case in cases
+    }
+    return {key: written_out(task_of(*key[:2]), key[2]) for key in keys}
+
+
+@pytest.fixture(scope="module")
+def references(by_hand: dict[Key, Outcome]) -> dict[Key, Outcome]:
+    """On one rank, in one packed micro-batch."""
+    by_task: dict[tuple[str, bool], list[Key]] = {}
+    for key in by_hand:
+        by_task.setdefault(key[:2], []).append(key)
+    work = [(task_of(*of_task), ParallelConfig(), [key[2] for key in of]) for of_task, of in by_task.items()]
+    (outcomes,) = run(train_all, 1, work)
+    found: dict[Key, Outcome] = {}
+    for (task, parallel, _), of, of_task in zip(work, by_task.values(), outcomes, strict=True):
+        for key, outcome in zip(of, of_task, strict=True):
+            found[key] = replace(joined(task, parallel, [outcome]), magnitudes=by_hand[key].magnitudes)
+    return found
+
+
+def test_every_pair_of_the_grid_occurs() -> None:
+    made = {
+        (layout, role, case.batching, case.aggregation)
+        for layout in LAYOUTS
+        for role, cases in cases_of(layout).items()
+        for case in cases
+    }
+    choices = [set(values) for values in (LAYOUTS, ("actor", "critic"), BATCHINGS, AGGREGATIONS)]
+    for one in range(4):
+        for other in range(one):
+            pairs = {(entry[one], entry[other]) for entry in made}
+            assert len(pairs) == len(choices[one]) * len(choices[other])
+
+
+def test_the_task_clips_some_tokens_but_not_all(references: dict[Key, Outcome]) -> None:
+    shares = {
+        name: value
+        for (_, _, case), outcome in references.items()
+        for name, value in outcome.sums.items()
+        if case.num_samples == len(SHAPES) and "clipfrac" in name
+    }
+    assert sorted(shares) == ["actor/pg_clipfrac", "actor/pg_clipfrac_lower", "critic/vf_clipfrac"]
+    assert all(0 < share < 0.7 for share in shares.values()), shares
+
+
+def test_one_rank_trains_as_transformers_does(references: dict[Key, Outcome], by_hand: dict[Key, Outcome]) -> None:
+    wrong = [f"{key}: {what}" for key, outcome in references.items() for what in compare(outcome, by_hand[key])]
+    assert not wrong, "\n".join(wrong[:20])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_layout_trains_as_one_rank_does(layout: str, references: dict[Key, Outcome]) -> None:
+    num_ranks, parallel = LAYOUTS[layout]
+    by_role = cases_of(layout)
+    work = [(task_of(role, role == "actor" and is_tied(layout)), parallel, cases) for role, cases in by_role.items()]
+    of_rank = run(train_all, num_ranks, work)
+    wrong = []
+    for number, (task, _, cases) in enumerate(work):
+        for position, case in enumerate(cases):
+            found = joined(task, parallel, [outcomes[number][position] for outcomes in of_rank])
+            wanted = references[reference_key(layout, task.role, case)]
+            wrong += [f"{task.role}, {case}: {what}" for what in compare(found, wanted)]
+    assert not wrong, "\n".join(wrong[:20])
