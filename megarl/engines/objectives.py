@@ -45,6 +45,7 @@ def policy_objective(config: ActorConfig) -> LossFunction:
         if config.kl_loss_coef > 0:
             kl = kl_estimate(config.kl_loss_kind, logprobs, given["reference_logprobs"])
             sums["actor/kl_loss"] = (kl.detach() * token_weight).sum()
+            sums["actor/kl_coef"] = config.kl_loss_coef * token_weight.sum()  # the weights of all tokens sum to 1
             loss = loss + config.kl_loss_coef * (kl * weight).sum()
         return loss, sums
 

@@ -115,6 +115,7 @@ def test_the_policy_loss_by_hand() -> None:
         "actor/ppo_kl": -log / 2,
         "actor/entropy_in_update": 1.0,
         "actor/kl_loss": kl,
+        "actor/kl_coef": 0.2,
     }
     assert {name: float(value) for name, value in sums.items()} == pytest.approx(expected)
     assert float(loss) == pytest.approx(-0.7 - 0.1 * 1.0 + 0.2 * kl)
