@@ -113,8 +113,9 @@ def actor_loss(own: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor
         "actor/pg_clipfrac": (inside * advantages < ratio * advantages).float(),
         "actor/pg_clipfrac_lower": (bounded != surrogate).float(),
         "actor/ppo_kl": given["old_logprobs"] - own["logprobs"],
-        "actor/entropy": own["entropy"],
+        "actor/entropy_in_update": own["entropy"],
         "actor/kl_loss": kl,
+        "actor/kl_coef": torch.full_like(kl, ACTOR.kl_loss_coef),
     }
     return -bounded - ACTOR.entropy_coef * own["entropy"] + ACTOR.kl_loss_coef * kl, figures
 
