@@ -25,9 +25,9 @@ from megarl.driver.stop import StopRequest
 from megarl.driver.sync import SGLANG_VOCAB_MULTIPLE, WeightSync
 from megarl.engines.flops import peak_flops
 from megarl.metrics import MetricsWriter
-from megarl.model.families import declare, declare_critic
-from megarl.parallel.topology import RankGrid, padded_vocab_size
-from megarl.reshard.layouts import megatron_layout, sglang_layout
+from megarl.model.families import declare
+from megarl.model.role_layout import role_layout
+from megarl.reshard.layouts import sglang_layout
 from megarl.rewards import load_reward
 from megarl.workers import placement
 from megarl.workers.calls import Callee, gather
@@ -171,10 +171,8 @@ def check_layouts(config: Config, hf_config: Any, critic_config: Any) -> None:
     """
     for role, parallel in config.roles().items():
         own = critic_config if role == "critic" else hf_config
-        declaration = declare_critic(own) if role == "critic" else declare(own)
         try:
-            vocab = padded_vocab_size(own.vocab_size, parallel.tensor)
-            megatron_layout(declaration, RankGrid(config.cluster.num_ranks, parallel), vocab, fused_norms=False)
+            role_layout(role, own, parallel, config.cluster.num_ranks, fused_norms=False)
         except ValueError as error:
             raise ValueError(f"{role}.parallel: {error}") from error
     if config.rollout.engine == "sglang":

@@ -9,11 +9,10 @@ from typing import Any
 from megarl.config import Config
 from megarl.driver.rollout import Rollout
 from megarl.model.families import declare
-from megarl.model.hf_config import padded_vocab_size
-from megarl.parallel.topology import RankGrid
+from megarl.model.role_layout import role_layout
 from megarl.reshard.checksum import compare, tensor_checksums
 from megarl.reshard.layout import Layout
-from megarl.reshard.layouts import hf_layout, megatron_layout, sglang_layout
+from megarl.reshard.layouts import hf_layout, sglang_layout
 from megarl.workers.group import TrainerGroup
 from megarl.workers.weights import checksum_regions, compare_parameters, wire_dtype
 
@@ -27,11 +26,9 @@ class WeightSync:
     def __init__(self, config: Config, group: TrainerGroup, rollout: Rollout, hf_config: Any) -> None:
         self.config, self.group, self.rollout = config, group, rollout
         declaration = declare(hf_config)
-        actor = config.actor.parallel
-        grid = RankGrid(config.cluster.num_ranks, actor)
         # Here for its canonical tensors and rectangles only, which do not depend on how Megatron names its norms.
-        self._source = megatron_layout(
-            declaration, grid, padded_vocab_size(hf_config.vocab_size, actor.tensor), fused_norms=False
+        self._source = role_layout(
+            "actor", hf_config, config.actor.parallel, config.cluster.num_ranks, fused_norms=False
         )
         if rollout.embedded:
             self._target = hf_layout(declaration, config.cluster.num_ranks)

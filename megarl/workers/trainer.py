@@ -29,13 +29,13 @@ from megarl.engines.hf import HFEngine
 from megarl.engines.residency import Kind
 from megarl.engines.rollout_mismatch import rollout_mismatch
 from megarl.metrics import Stats
-from megarl.model.families import VALUE_HEAD, declare, declare_critic
-from megarl.model.hf_config import padded_vocab_size
+from megarl.model.families import VALUE_HEAD, declare, declare_critic, declare_role
+from megarl.model.role_layout import role_layout
 from megarl.parallel import device
 from megarl.parallel.topology import RankGrid
 from megarl.reshard import hf_files
 from megarl.reshard.layout import Layout
-from megarl.reshard.layouts import hf_files_layout, hf_layout, megatron_layout
+from megarl.reshard.layouts import hf_files_layout, hf_layout
 from megarl.reshard.plan import Place, ReshardPlan, plan
 from megarl.types import Sample
 from megarl.workers import placement, weights
@@ -105,13 +105,11 @@ class TrainerWorker:
             timeout=config.run.deadline,
             compiles=config.model.compile,
         )
-        grid = RankGrid(self.num_ranks, parallel)
-        declaration = declare_critic(hf_config) if role == "critic" else declare(hf_config)
-        vocab = padded_vocab_size(hf_config.vocab_size, parallel.tensor)
-        layout = megatron_layout(declaration, grid, vocab, engine.uses_fused_norms)
+        layout = role_layout(role, hf_config, parallel, self.num_ranks, engine.uses_fused_norms)
         self._check_parameters(role, layout, engine)
         self._load_role(role, folder, hf_config, layout, engine)
-        self.engines[role], self.grids[role], self.layouts[role] = engine, grid, layout
+        self.engines[role], self.layouts[role] = engine, layout
+        self.grids[role] = RankGrid(self.num_ranks, parallel)
         return {"parameters": sum(int(np.prod(s)) for s in layout.tensors.values()), "layout": layout.name}
 
     def _check_parameters(self, role: str, layout: Layout, engine: MegatronEngine) -> None:
@@ -352,7 +350,7 @@ class TrainerWorker:
 
     def _save_plan(self, role: str, folder: str, itemsize: int) -> ReshardPlan:
         hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=self.config.model.trust_remote_code)
-        declaration = declare_critic(hf_config) if role == "critic" else declare(hf_config)
+        declaration = declare_role(role, hf_config)
         num_files = hf_files.num_files(declaration.tensors(), itemsize, weights.MAX_FILE_BYTES)
         target = hf_files_layout(declaration, num_files)
         hosts = hf_files.file_hosts(target.num_ranks, self.num_ranks)

@@ -44,3 +44,8 @@ def declare_critic(hf_config: Any) -> Declaration:
     """The weights of a critic: the same body with a value head [1, hidden] in place of the output layer."""
     head = Whole(VALUE_HEAD, Names("output_layer.weight", ""), (1, hf_config.hidden_size))
     return replace(declare(hf_config), head=head)
+
+
+def declare_role(role: str, hf_config: Any) -> Declaration:
+    """The weights of a role: a critic has a value head, all others are causal language models."""
+    return declare_critic(hf_config) if role == "critic" else declare(hf_config)
