@@ -98,7 +98,7 @@ class ModelConfig:
     precision: Literal["bf16", "fp32"] = "bf16"
     """bf16 keeps fp32 main weights in the optimizer."""
     compile: bool = True
-    """torch.compile where it pays, on GPUs: the arithmetic over the vocabulary."""
+    """On GPUs, compiled kernels for the arithmetic over the vocabulary in place of torch's operations."""
     create: CreateModelConfig | None = None
     """Make a model with random weights instead of reading `path`."""
 
@@ -143,6 +143,11 @@ class ParallelConfig:
     expert_tensor: int = 1
     sequence: bool = False
     """Sequence parallel: activations split over the tensor ranks between the matrix products."""
+    first_stage_layers: int = 0
+    """Layers on the first pipeline stage, over all its virtual stages; the stages that have no number of their own
+    share the rest evenly. 0: as many as they."""
+    last_stage_layers: int = 0
+    """The same of the last pipeline stage."""
 
     @property
     def model_size(self) -> int:
@@ -219,6 +224,9 @@ class RecomputeConfig:
     modules: list[str] = field(default_factory=lambda: ["core_attn"])
     """selective: any of core_attn, mlp (of dense layers), moe (of layers of experts), layernorm."""
     num_layers: int = 1
+    swiglu: bool = True
+    """With any kind: the product of gate and up in dense layers too, a fifth of the activations for about 2 % of the
+    time."""
 
 
 @dataclass(frozen=True)
@@ -335,9 +343,11 @@ class SyncConfig:
     """Weights from the trainer to the rollout engine."""
 
     bucket_mb: int = 512
-    verify: Literal["checksum", "off"] = "checksum"
-    """checksum: after every sync a position-weighted checksum of each tensor is read back from the engine and
-    compared."""
+    verify: Literal["checksum", "bitwise", "off"] = "checksum"
+    """checksum: after every sync a position-weighted checksum of each tensor is read back from the engine and compared;
+    costs one read of the weights on either side, at the same time. bitwise: also sends all weights a second time and
+    compares every bit with what the engine holds, naming the parameter and the element; doubles the time of a sync and
+    more."""
 
 
 @dataclass(frozen=True)
@@ -425,6 +435,12 @@ VERL_KEYS = {
     "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size": "actor.parallel.pipeline",
     "actor_rollout_ref.actor.megatron.context_parallel_size": "actor.parallel.context",
     "actor_rollout_ref.actor.megatron.expert_model_parallel_size": "actor.parallel.expert",
+    "actor_rollout_ref.actor.megatron.override_transformer_config.num_layers_in_first_pipeline_stage": (
+        "actor.parallel.first_stage_layers"
+    ),
+    "actor_rollout_ref.actor.megatron.override_transformer_config.num_layers_in_last_pipeline_stage": (
+        "actor.parallel.last_stage_layers"
+    ),
     "actor_rollout_ref.actor.megatron.param_offload": "actor.offload.parameters",
     "actor_rollout_ref.actor.megatron.grad_offload": "actor.offload.gradients",
     "actor_rollout_ref.actor.megatron.optimizer_offload": "actor.offload.optimizer",
@@ -622,8 +638,9 @@ def _validate_sizes(config: Config) -> Iterator[str]:
     for role, parallel in config.roles().items():
         for item in dataclasses.fields(parallel):
             size = getattr(parallel, item.name)
-            if not isinstance(size, bool) and size < 1:
-                yield f"{role}.parallel.{item.name}: is {size}, must be at least 1"
+            least = 0 if item.name.endswith("_stage_layers") else 1
+            if not isinstance(size, bool) and size < least:
+                yield f"{role}.parallel.{item.name}: is {size}, must be at least {least}"
         if parallel.model_size >= 1 and ranks % parallel.model_size:
             yield (
                 f"{role}.parallel: tensor {parallel.tensor} x pipeline {parallel.pipeline} x context "
@@ -645,6 +662,15 @@ def _validate_sizes(config: Config) -> Iterator[str]:
                 f"{role}.parallel.virtual_pipeline: is {parallel.virtual_pipeline}, but pipeline is 1; "
                 f"set it to 1 or pipeline to 2 or more"
             )
+        for name in ("first_stage_layers", "last_stage_layers"):
+            layers = getattr(parallel, name)
+            if layers > 0 and parallel.pipeline == 1:
+                yield f"{role}.parallel.{name}: is {layers}, but pipeline is 1; set it to 0 or pipeline to 2 or more"
+            elif layers > 0 and parallel.virtual_pipeline > 1 and layers % parallel.virtual_pipeline:
+                yield (
+                    f"{role}.parallel.{name}: {layers} is no multiple of virtual_pipeline {parallel.virtual_pipeline}, "
+                    f"so the stage does not split into virtual stages; set it to one"
+                )
     if config.rollout.tensor < 1 or config.cluster.gpus_per_node % max(config.rollout.tensor, 1):
         yield (
             f"rollout.tensor: {config.rollout.tensor} does not divide cluster.gpus_per_node = "

@@ -43,7 +43,15 @@ def describe(args: argparse.Namespace) -> str:
     """
     folder = os.path.dirname(args.model) if args.model.endswith(".json") else args.model
     declaration = declare(AutoConfig.from_pretrained(folder or "."))
-    parallel = ParallelConfig(args.tensor, args.pipeline, args.virtual_pipeline, args.context, args.expert)
+    parallel = ParallelConfig(
+        args.tensor,
+        args.pipeline,
+        args.virtual_pipeline,
+        args.context,
+        args.expert,
+        first_stage_layers=args.first_stage_layers,
+        last_stage_layers=args.last_stage_layers,
+    )
     grid = RankGrid(args.ranks, parallel)
     engine_ranks = args.engine_ranks or args.ranks
     if engine_ranks % args.rollout_tensor:
@@ -87,6 +95,10 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, required=True, help="trainer ranks")
     for name in ("tensor", "pipeline", "virtual-pipeline", "context", "expert"):
         parser.add_argument(f"--{name}", type=int, default=1, help=f"the actor's {name} parallel size")
+    for name in ("first", "last"):
+        parser.add_argument(
+            f"--{name}-stage-layers", type=int, default=0, help=f"layers on the {name} pipeline stage; default: even"
+        )
     parser.add_argument("--rollout-tensor", type=int, default=1, help="tensor-parallel size of one SGLang replica")
     parser.add_argument(
         "--engine-ranks", type=int, default=0, help="GPUs of all replicas; default: as many as trainers"

@@ -20,7 +20,7 @@ from megarl.model.families.qwen3_moe import has_experts
 from megarl.model.refusal import config_file, refusal
 from megarl.model.rope import rotary
 from megarl.parallel.device import is_cuda
-from megarl.parallel.topology import VOCAB_MULTIPLE, padded_vocab_size, stage_layers
+from megarl.parallel.topology import VOCAB_MULTIPLE, padded_vocab_size, stage_sizes
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -33,6 +33,7 @@ __all__ = [
     "check_supported",
     "head_dim",
     "padded_vocab_size",
+    "stage_fields",
     "transformer_config",
 ]
 
@@ -166,7 +167,7 @@ def transformer_config(
         batch_p2p_comm=virtual is None,
         use_cpu_initialization=not is_cuda(),
         bias_activation_fusion=is_cuda(),
-        bias_dropout_fusion=is_cuda(),
+        bias_dropout_fusion=False,  # without biases and dropout there is an addition left, and nothing to fuse
         masked_softmax_fusion=is_cuda(),
         persist_layer_norm=is_cuda(),
         apply_rope_fusion=transformer_engine,
@@ -174,6 +175,7 @@ def transformer_config(
         # It casts the gradient of the logits to bf16 whatever their type, and we never use it: see parallel/vocab.py.
         cross_entropy_loss_fusion=False,
         **_expert_fields(hf_config, transformer_engine),
+        **stage_fields(parallel),
         **_recompute_fields(recompute if trains else None, hf_config.num_hidden_layers, parallel),
         **_offload_fields(offload_activations, transformer_engine),
     )
@@ -204,18 +206,28 @@ def _softmax_scale(hf_config: Any) -> float | None:
     return None if factor == 1.0 else factor**2 / math.sqrt(head_dim(hf_config))
 
 
+def stage_fields(parallel: ParallelConfig) -> dict[str, int | None]:
+    """Of two stages the one follows from the other: given both, 0.16.1 divides by zero where stages are interleaved."""
+    first, last = parallel.first_stage_layers or None, parallel.last_stage_layers or None
+    return {
+        "num_layers_in_first_pipeline_stage": first,
+        "num_layers_in_last_pipeline_stage": None if first and parallel.pipeline == 2 else last,
+    }
+
+
 def _recompute_fields(recompute: RecomputeConfig | None, num_layers: int, parallel: ParallelConfig) -> dict[str, Any]:
     if recompute is None or recompute.kind == "none":
         return {}
     if recompute.kind == "selective":
         return {"recompute_granularity": "selective", "recompute_modules": list(recompute.modules)}
-    stages = parallel.pipeline, parallel.virtual_pipeline
-    wanted, here = recompute.num_layers, len(stage_layers(num_layers, *stages, 0, 0))
-    if wanted > here or (recompute.kind == "full" and here % wanted):
+    wanted, is_full = recompute.num_layers, recompute.kind == "full"
+    sizes = sorted({size // parallel.virtual_pipeline for size in stage_sizes(num_layers, parallel)})
+    if wanted > sizes[-1] or (is_full and any(size % wanted for size in sizes)):
+        even = f"{num_layers} / ({parallel.pipeline} x {parallel.virtual_pipeline}) = " if len(sizes) == 1 else ""
         raise ValueError(
             f"recompute.num_layers is {wanted} with recompute.kind {recompute.kind}, but a (virtual) pipeline stage "
-            f"has {num_layers} / ({stages[0]} x {stages[1]}) = {here} layers; "
-            + (f"use a divisor of {here}" if recompute.kind == "full" else f"use at most {here}")
+            f"has {even}{' or '.join(map(str, sizes))} layers; "
+            + (f"use a divisor of {math.gcd(*sizes)}" if is_full else f"use at most {sizes[-1]}")
         )
     return {
         "recompute_granularity": "full",
@@ -251,7 +263,7 @@ def _has_gradient_accumulation_kernel() -> bool:
 
 
 def _check_divisible(hf_config: Any, parallel: ParallelConfig) -> None:
-    stage_layers(hf_config.num_hidden_layers, parallel.pipeline, parallel.virtual_pipeline, 0, 0)
+    stage_sizes(hf_config.num_hidden_layers, parallel)
     layers = range(hf_config.num_hidden_layers)
     routed = _FAMILIES[hf_config.model_type].experts
     splits = [(name, "tensor", parallel.tensor) for name in ("num_attention_heads", "num_key_value_heads")]

@@ -115,21 +115,63 @@ class RankGrid:
         return here.data == 0 and here.context == 0
 
 
-def stage_layers(num_layers: int, pipeline: int, virtual: int, stage: int, virtual_stage: int) -> range:
+def stage_sizes(num_layers: int, parallel: ParallelConfig) -> list[int]:
+    """The layers of each pipeline stage, all its chunks together. 126 layers over pipeline 16 with first_stage_layers 7
+    and last_stage_layers 7: 7, fourteen times 8, 7.
+
+    Raises ValueError when the layers do not split so, or a stage not into its virtual stages; it names sizes that
+    fit."""
+    pipeline, virtual = parallel.pipeline, parallel.virtual_pipeline
+    first, last = parallel.first_stage_layers, parallel.last_stage_layers
+    if pipeline == 1 and (first or last):
+        raise ValueError(
+            f"first_stage_layers is {first} and last_stage_layers {last}, but pipeline is 1; set both to 0"
+        )
+    left, num_even = num_layers - first - last, pipeline - bool(first) - bool(last)
+    sizes = [left // num_even if num_even else 0] * pipeline
+    sizes[0], sizes[-1] = first or sizes[0], last or sizes[-1]
+    if sum(sizes) == num_layers and all(size > 0 and size % virtual == 0 for size in sizes):
+        return sizes
+    what = (
+        f"{num_layers} layers do not divide by pipeline {pipeline} x virtual_pipeline {virtual} = {pipeline * virtual}"
+    )
+    if first or last:
+        what = (
+            f"first_stage_layers {first} and last_stage_layers {last} leave {left} of {num_layers} layers for "
+            f"{num_even} even stages" + (f", each in {virtual} equal chunks" if virtual > 1 else "")
+        )
+    raise ValueError(f"{what}; {_split_that_fits(num_layers, pipeline, virtual)}")
+
+
+def _split_that_fits(num_layers: int, pipeline: int, virtual: int) -> str:
+    """What to set: the largest stage as small as can be, then the outer stages, which have the vocabulary too."""
+    num_chunks, rest = divmod(num_layers, virtual)
+    if rest:
+        return f"set virtual_pipeline to a divisor of {num_layers}"
+    if num_chunks < pipeline:
+        return f"set pipeline to {num_chunks} or less" + (" or virtual_pipeline to 1" if virtual > 1 else "")
+    if num_chunks % pipeline == 0:
+        return "set first_stage_layers and last_stage_layers to 0"
+    splits = []
+    for inner in range(1, num_chunks):
+        outer = num_chunks - inner * (pipeline - 2)  # of the first and the last stage together
+        if outer >= 2:
+            splits.append((max(inner, -(-outer // 2)), outer))
+    _, outer = min(splits)
+    return f"set first_stage_layers {-(-outer // 2) * virtual} and last_stage_layers {outer // 2 * virtual}"
+
+
+def stage_layers(num_layers: int, parallel: ParallelConfig, stage: int, virtual_stage: int) -> range:
     """The global numbers of the layers of one model chunk. Chunks go round the stages: with 8 layers, 2 stages and 2
     virtual stages, stage 0 has layers 0-1 and 4-5, stage 1 has 2-3 and 6-7.
 
-    Raises ValueError when the layers do not divide by pipeline x virtual, or a stage is out of range."""
-    if num_layers % (pipeline * virtual):
-        raise ValueError(
-            f"{num_layers} layers do not divide by pipeline {pipeline} x virtual_pipeline {virtual} = "
-            f"{pipeline * virtual}; change one of them"
-        )
+    Raises ValueError when the layers do not split over the stages (see `stage_sizes`), or a stage is out of range."""
+    pipeline, virtual = parallel.pipeline, parallel.virtual_pipeline
     if not 0 <= stage < pipeline or not 0 <= virtual_stage < virtual:
         raise ValueError(f"stage {stage} of {pipeline}, virtual stage {virtual_stage} of {virtual}: out of range")
-    size = num_layers // (pipeline * virtual)
-    start = (virtual_stage * pipeline + stage) * size
-    return range(start, start + size)
+    sizes = [size // virtual for size in stage_sizes(num_layers, parallel)]
+    start = virtual_stage * sum(sizes) + sum(sizes[:stage])
+    return range(start, start + sizes[stage])
 
 
 def padded_vocab_size(vocab_size: int, tensor: int, multiple: int = VOCAB_MULTIPLE) -> int:

@@ -41,6 +41,19 @@ class Rect:
         col0, col1 = max(self.col0, other.col0), min(self.col1, other.col1)
         return Rect(row0, row1, col0, col1) if row0 < row1 and col0 < col1 else None
 
+    def minus(self, other: Rect) -> list[Rect]:
+        """What the other does not cover: above, below, left and right of it, without what is empty."""
+        shared = self.intersect(other)
+        if shared is None:
+            return [self] if self.size else []
+        parts = (
+            Rect(self.row0, shared.row0, self.col0, self.col1),
+            Rect(shared.row1, self.row1, self.col0, self.col1),
+            Rect(shared.row0, shared.row1, self.col0, shared.col0),
+            Rect(shared.row0, shared.row1, shared.col1, self.col1),
+        )
+        return [part for part in parts if part.size]
+
     def moved(self, rows: int, cols: int) -> Rect:
         return Rect(self.row0 + rows, self.row1 + rows, self.col0 + cols, self.col1 + cols)
 

@@ -47,7 +47,7 @@ def megatron_layout(declaration: Declaration, grid: RankGrid, vocab_multiple: in
     Parameters carry global layer numbers: decoder.layers.<layer>.<name>; experts their local ones.
 
     Raises:
-        ValueError: a size does not divide what it splits.
+        ValueError: a size does not divide what it splits, or the layers do not split over the stages.
     """
     parallel = grid.parallel
     world = World("megatron", parallel.tensor, fused_norms, vocab_multiple, parallel.expert, parallel.expert_tensor)
@@ -70,7 +70,7 @@ def _megatron_shard(declaration: Declaration, parallel: ParallelConfig, world: W
     if first:
         placed += declaration.embedding.place(world, seat)
     for chunk in range(parallel.virtual_pipeline):
-        for index in stage_layers(declaration.num_layers, parallel.pipeline, parallel.virtual_pipeline, stage, chunk):
+        for index in stage_layers(declaration.num_layers, parallel, stage, chunk):
             placed += _layer(declaration, world, seat, index, declaration.megatron_layer_prefix)
     if last:
         placed += declaration.final_norm.place(world, seat)

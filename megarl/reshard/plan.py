@@ -6,28 +6,29 @@ among equals, the one that has sent the fewest bytes so far.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import zip_longest
+from typing import NamedTuple
 
-from megarl.reshard.layout import Layout, Piece, Rect
+from megarl.reshard.layout import Layout, Piece, Rect, Shard
 
 ALIGNMENT = 16
 """Bytes: every source's part of a bucket starts at a multiple of this."""
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """Where a rank is: a GPU (or a process, where there is none) of a node."""
 
     node: int
     gpu: int
 
 
-@dataclass(frozen=True, slots=True)
-class Copy:
-    """Copy rectangle `rect` of canonical tensor `tensor` from a source rank's parameter to a target rank's."""
+class Copy(NamedTuple):
+    """Copy rectangle `rect` of canonical tensor `tensor` from a source rank's parameter to a target rank's. A tuple,
+    because a plan for a thousand ranks has a million of them."""
 
     tensor: str
     rect: Rect
@@ -41,23 +42,28 @@ class Copy:
 
 @dataclass(frozen=True)
 class Summary:
-    """Bytes that one execution of a plan moves, by the link they take."""
+    """Bytes that one execution of a plan moves. local, intra_node, inter_node: by the link they take."""
 
     local: int
     intra_node: int
     inter_node: int
-    peak_buffer: int
-    """The largest bucket of any one target rank."""
-    lower_bound: int
+    crossing_lower_bound: int
+    """Bytes that must cross a link at least: what the targets at a place need and no source there holds, each element
+    once a place. With one target rank a place a plan crosses no more."""
+    written: int
     """Bytes that the target ranks' parameters hold: none can arrive without being written once."""
+    peak_buffer: int
+    """The most that the ranks at any one place receive and pack for other places in one bucket. An execution with
+    double buffering has two of those in use at a time."""
     num_buckets: int
 
     def __str__(self) -> str:
         mb = {name: f"{value / 1e6:,.1f} MB" for name, value in self.__dict__.items() if name != "num_buckets"}
         return (
             f"{self.num_buckets} bucket{'s' if self.num_buckets != 1 else ''}; local {mb['local']}, "
-            f"within nodes {mb['intra_node']}, between nodes {mb['inter_node']}; written {mb['lower_bound']}; "
-            f"largest bucket {mb['peak_buffer']}"
+            f"within nodes {mb['intra_node']}, between nodes {mb['inter_node']} (at least "
+            f"{mb['crossing_lower_bound']} must leave a GPU); written {mb['written']}; "
+            f"largest bucket {mb['peak_buffer']} a GPU"
         )
 
 
@@ -77,28 +83,58 @@ class ReshardPlan:
         return tuple(copy for bucket in self.buckets for copy in bucket)
 
     def summary(self) -> Summary:
-        local = intra = inter = 0
-        for copy in self.copies:
-            size = copy.rect.size * self.itemsize
-            source, target = self.source_places[copy.source_rank], self.target_places[copy.target_rank]
-            if source == target:
-                local += size
-            elif source.node == target.node:
-                intra += size
-            else:
-                inter += size
-        written = (
-            sum(p.rect.size for r in range(self.target.num_ranks) for p in self.target.shard(r).pieces) * self.itemsize
-        )
-        return Summary(
-            local, intra, inter, max(map(self._largest, self.buckets), default=0), written, len(self.buckets)
+        local = intra = inter = peak = 0
+        for bucket in self.buckets:
+            held: Counter[Place] = Counter()
+            for copy in bucket:
+                size = copy.rect.size * self.itemsize
+                source, target = self.source_places[copy.source_rank], self.target_places[copy.target_rank]
+                held[target] += size
+                if source == target:
+                    local += size
+                    continue
+                held[source] += size
+                if source.node == target.node:
+                    intra += size
+                else:
+                    inter += size
+            peak = max(peak, *held.values())
+        sizes = [sum(piece.rect.size for piece in shard.pieces) for shard in self.target.shards]
+        written = sum(sizes[shard] for shard in self.target.shard_of) * self.itemsize
+        return Summary(local, intra, inter, self._crossing_lower_bound(), written, peak, len(self.buckets))
+
+    def _crossing_lower_bound(self) -> int:
+        wanted: dict[Place, set[int]] = {}
+        held: dict[Place, set[int]] = {}
+        for found, layout, places in (
+            (wanted, self.target, self.target_places),
+            (held, self.source, self.source_places),
+        ):
+            for shard, place in zip(layout.shard_of, places, strict=True):
+                found.setdefault(place, set()).add(shard)
+        alike = Counter((frozenset(shards), frozenset(held.get(place, ()))) for place, shards in wanted.items())
+        return self.itemsize * sum(
+            count * _num_missing([self.target.shards[t] for t in targets], [self.source.shards[s] for s in sources])
+            for (targets, sources), count in alike.items()
         )
 
-    def _largest(self, bucket: Sequence[Copy]) -> int:
-        sizes: dict[int, int] = {}
-        for copy in bucket:
-            sizes[copy.target_rank] = sizes.get(copy.target_rank, 0) + copy.rect.size * self.itemsize
-        return max(sizes.values(), default=0)
+
+def _num_missing(wanted: Iterable[Shard], held: Iterable[Shard]) -> int:
+    """Elements that the wanted shards hold and the held ones do not, each counted once."""
+    covered: dict[str, list[Rect]] = {}
+    for shard in held:
+        for piece in shard.pieces:
+            covered.setdefault(piece.tensor, []).append(piece.rect)
+    missing = 0
+    for shard in wanted:
+        for piece in shard.pieces:
+            already = covered.setdefault(piece.tensor, [])
+            parts = [piece.rect]
+            for rect in already:
+                parts = [rest for part in parts for rest in part.minus(rect)]
+            missing += sum(part.size for part in parts)
+            already.append(piece.rect)
+    return missing
 
 
 def plan(
@@ -114,8 +150,8 @@ def plan(
     Args:
         itemsize: bytes of one element on the wire (the target's type).
         source_places, target_places: one place a rank; by default each rank is a GPU of its own on one node.
-        bucket_bytes: what a rank receives, and what it sends to other places, in one bucket at most. Rows are never
-            cut, so a row that is larger makes a bucket of its own.
+        bucket_bytes: what the ranks at one place receive and what they pack for other places, together, in one bucket
+            at most. Rows are never cut, so a row that is larger makes a bucket of its own.
 
     Raises:
         ValueError: a target tensor that the source lacks or that has another shape there, or a part that no source
@@ -126,23 +162,28 @@ def plan(
     assert len(source_places) == source.num_ranks, "one place a source rank is needed"
     assert len(target_places) == target.num_ranks, "one place a target rank is needed"
     _check_tensors(source, target)
-    origins = _origins(source)
-    holders: dict[tuple[int, ...], _Holders] = {}
+    origins, wanted = _origins(source), _wanted(target)
+    number_of = {place: number for number, place in enumerate(dict.fromkeys(source_places + target_places))}
+    source_at, target_at = [number_of[p] for p in source_places], [number_of[p] for p in target_places]
+    nearest: dict[tuple[int, ...], Sequence[Sequence[int]]] = {}
     sent = [0] * source.num_ranks
-    copies: list[Copy] = []
+    buckets = _Buckets(bucket_bytes, len(number_of))
     for tensor in _in_turns(target.tensors, origins):
-        parts_of = [_parts(tensor, shard.by_tensor.get(tensor, ()), origins.get(tensor, {})) for shard in target.shards]
-        for rank, place in enumerate(target_places):
+        parts_of = {
+            shard: _parts(tensor, pieces, origins.get(tensor, {}), itemsize, bucket_bytes)
+            for shard, pieces in wanted.get(tensor, {}).items()
+        }
+        for rank in sorted(rank for shard in parts_of for rank in target.holders[shard]):
             for part in parts_of[target.shard_of[rank]]:
-                shards = tuple(part.origins)
-                if shards not in holders:
-                    holders[shards] = _Holders.of(source, shards, source_places)
-                holder = min(holders[shards].nearest(place), key=sent.__getitem__)
-                sent[holder] += part.rect.size * itemsize
+                holders = tuple(part.origins)
+                if holders not in nearest:
+                    nearest[holders] = _nearest(source, holders, source_places, target_places)
+                holder = min(nearest[holders][rank], key=sent.__getitem__)
+                sent[holder] += part.num_bytes
                 parameter, local = part.origins[source.shard_of[holder]]
-                copies.append(Copy(tensor, part.rect, holder, parameter, local, rank, part.parameter, part.local))
-    buckets = _buckets(copies, itemsize, bucket_bytes, source_places, target_places)
-    return ReshardPlan(source, target, source_places, target_places, buckets, itemsize)
+                copy = Copy(tensor, part.rect, holder, parameter, local, rank, part.parameter, part.local)
+                buckets.add(copy, part.num_bytes, source_at[holder], target_at[rank])
+    return ReshardPlan(source, target, source_places, target_places, buckets.closed(), itemsize)
 
 
 def _check_tensors(source: Layout, target: Layout) -> None:
@@ -168,6 +209,15 @@ def _origins(source: Layout) -> dict[str, Origins]:
     return found
 
 
+def _wanted(target: Layout) -> dict[str, dict[int, list[Piece]]]:
+    """The pieces of each tensor by the shard that they fill."""
+    found: dict[str, dict[int, list[Piece]]] = {}
+    for index, shard in enumerate(target.shards):
+        for piece in shard.pieces:
+            found.setdefault(piece.tensor, {}).setdefault(index, []).append(piece)
+    return found
+
+
 def _in_turns(tensors: Iterable[str], origins: Mapping[str, Origins]) -> list[str]:
     """The tensors, those of different source shards in turn: every bucket has work for all pipeline stages at once."""
     by_shard: dict[int, list[str]] = {}
@@ -186,104 +236,82 @@ class _Part:
     local: Rect
     origins: Mapping[int, tuple[str, Rect]]
     """Per source shard that holds it: the parameter and where it lies there."""
+    num_bytes: int
 
 
-def _parts(tensor: str, targets: Sequence[Piece], origins: Origins) -> list[_Part]:
+def _parts(tensor: str, targets: Sequence[Piece], origins: Origins, itemsize: int, bucket_bytes: int) -> list[_Part]:
+    """In pieces that fit into a bucket."""
     parts: list[_Part] = []
     for piece in targets:
         covered = 0
         for origin, holders in origins.items():
-            rect = piece.rect.intersect(origin)
-            if rect is not None:
-                covered += rect.size
+            shared = piece.rect.intersect(origin)
+            if shared is None:
+                continue
+            covered += shared.size
+            for rect in _cut(shared, itemsize, bucket_bytes):
                 places = {shard: (held.parameter, held.local_of(rect)) for shard, held in holders.items()}
-                parts.append(_Part(rect, piece.parameter, piece.local_of(rect), places))
+                parts.append(_Part(rect, piece.parameter, piece.local_of(rect), places, rect.size * itemsize))
         if covered != piece.rect.size:
             raise ValueError(f"{tensor} {piece.rect}: the source holds {covered} of its {piece.rect.size} elements")
     return parts
 
 
-@dataclass(frozen=True)
-class _Holders:
-    """The ranks, ascending, that hold one of some source shards, and those of them at each place and on each node."""
-
-    ranks: Sequence[int]
-    by_place: Mapping[Place, Sequence[int]]
-    by_node: Mapping[int, Sequence[int]]
-
-    @classmethod
-    def of(cls, source: Layout, shards: Iterable[int], places: Sequence[Place]) -> _Holders:
-        ranks = sorted(rank for shard in shards for rank in source.holders[shard])
-        by_place: dict[Place, list[int]] = {}
-        by_node: dict[int, list[int]] = {}
-        for rank in ranks:
-            by_place.setdefault(places[rank], []).append(rank)
-            by_node.setdefault(places[rank].node, []).append(rank)
-        return cls(ranks, by_place, by_node)
-
-    def nearest(self, place: Place) -> Sequence[int]:
-        return self.by_place.get(place) or self.by_node.get(place.node) or self.ranks
+def _cut(rect: Rect, itemsize: int, bucket_bytes: int) -> Iterable[Rect]:
+    """A rectangle by rows, each part as large as a bucket at most, or one row."""
+    rows_each = max((bucket_bytes - ALIGNMENT) // max(rect.num_cols * itemsize, 1), 1)
+    for row in range(rect.row0, rect.row1, rows_each):
+        yield Rect(row, min(row + rows_each, rect.row1), rect.col0, rect.col1)
 
 
-def _buckets(
-    copies: Sequence[Copy],
-    itemsize: int,
-    bucket_bytes: int,
-    source_places: Sequence[Place],
-    target_places: Sequence[Place],
-) -> tuple[tuple[Copy, ...], ...]:
-    """Each copy goes into the first bucket that has room for it: no target rank receives, and no source rank packs for
-    other places, more than bucket_bytes. A bucket that is nine tenths full for a rank takes no more of that rank's."""
-    full = bucket_bytes * 9 // 10
-    buckets: list[list[Copy]] = []
-    received: list[list[int]] = []  # bucket, target rank
-    packed: list[list[int]] = []  # bucket, source rank
-    open_to_target, open_to_source = [0] * len(target_places), [0] * len(source_places)
-    for copy in (part for whole in copies for part in _split(whole, itemsize, bucket_bytes)):
-        source, target = copy.source_rank, copy.target_rank
-        size = copy.rect.size * itemsize + ALIGNMENT
-        outgoing = 0 if source_places[source] == target_places[target] else size
-        index = max(open_to_target[target], open_to_source[source] if outgoing else 0)
-        while index < len(buckets):
-            if received[index][target] + size <= bucket_bytes and packed[index][source] + outgoing <= bucket_bytes:
+def _nearest(
+    source: Layout, shards: Iterable[int], source_places: Sequence[Place], target_places: Sequence[Place]
+) -> list[Sequence[int]]:
+    """Per target rank: of the ranks, ascending, that hold one of some source shards, those at its place; if there are
+    none, those on its node; if there are none, all."""
+    ranks = sorted(rank for shard in shards for rank in source.holders[shard])
+    by_place: dict[Place, list[int]] = {}
+    by_node: dict[int, list[int]] = {}
+    for rank in ranks:
+        by_place.setdefault(source_places[rank], []).append(rank)
+        by_node.setdefault(source_places[rank].node, []).append(rank)
+    return [by_place.get(place) or by_node.get(place.node) or ranks for place in target_places]
+
+
+class _Buckets:
+    """Each copy goes into the first bucket that has room for it: at no place do the ranks receive, and pack for other
+    places, more than bucket_bytes together. A bucket that is nine tenths full for a place takes no more of that
+    place's. Places are numbers here."""
+
+    def __init__(self, bucket_bytes: int, num_places: int) -> None:
+        self._room, self._full, self._num_places = bucket_bytes, bucket_bytes * 9 // 10, num_places
+        self._copies: list[list[Copy]] = []
+        self._held: list[list[int]] = []  # bucket, place: bytes
+        self._first_open = [0] * num_places
+
+    def add(self, copy: Copy, num_bytes: int, source: int, target: int) -> None:
+        size = num_bytes + ALIGNMENT
+        most = self._room - size
+        first = max(self._first_open[source], self._first_open[target])
+        for index in range(first, len(self._held)):
+            held = self._held[index]
+            if held[target] <= most and held[source] <= most:
                 break
-            index += 1
         else:
-            buckets.append([])
-            received.append([0] * len(target_places))
-            packed.append([0] * len(source_places))
-        buckets[index].append(copy)
-        received[index][target] += size
-        packed[index][source] += outgoing
-        while open_to_target[target] < len(buckets) and received[open_to_target[target]][target] > full:
-            open_to_target[target] += 1
-        while open_to_source[source] < len(buckets) and packed[open_to_source[source]][source] > full:
-            open_to_source[source] += 1
-    return tuple(map(tuple, buckets))
+            index, held = len(self._held), [0] * self._num_places
+            self._held.append(held)
+            self._copies.append([])
+        self._copies[index].append(copy)
+        for place in (target,) if source == target else (target, source):
+            held[place] += size
+            if held[place] > self._full and index == self._first_open[place]:
+                self._first_open[place] = self._next_open(place)
 
+    def _next_open(self, place: int) -> int:
+        index = self._first_open[place]
+        while index < len(self._held) and self._held[index][place] > self._full:
+            index += 1
+        return index
 
-def _split(copy: Copy, itemsize: int, bucket_bytes: int) -> list[Copy]:
-    """A copy that is larger than a bucket, cut by rows."""
-    rows_each = max((bucket_bytes - ALIGNMENT) // max(copy.rect.num_cols * itemsize, 1), 1)
-    if copy.rect.num_rows <= rows_each:
-        return [copy]
-
-    def rows(rect: Rect, start: int, stop: int) -> Rect:
-        return Rect(rect.row0 + start, rect.row0 + stop, rect.col0, rect.col1)
-
-    parts = []
-    for start in range(0, copy.rect.num_rows, rows_each):
-        stop = min(start + rows_each, copy.rect.num_rows)
-        parts.append(
-            Copy(
-                copy.tensor,
-                rows(copy.rect, start, stop),
-                copy.source_rank,
-                copy.source_parameter,
-                rows(copy.source, start, stop),
-                copy.target_rank,
-                copy.target_parameter,
-                rows(copy.target, start, stop),
-            )
-        )
-    return parts
+    def closed(self) -> tuple[tuple[Copy, ...], ...]:
+        return tuple(map(tuple, self._copies))

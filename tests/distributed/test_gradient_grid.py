@@ -50,7 +50,12 @@ LAYOUTS = {
     "tp2spcp2": (4, ParallelConfig(tensor=2, context=2, sequence=True)),
     "cp2dp2": (4, ParallelConfig(context=2)),
     "vpp2dp2": (4, ParallelConfig(pipeline=2, virtual_pipeline=2)),
+    "pp2 of 1 and 2": (2, ParallelConfig(pipeline=2, first_stage_layers=1)),
+    "vpp2 of 4 and 2": (2, ParallelConfig(pipeline=2, virtual_pipeline=2, first_stage_layers=4, last_stage_layers=2)),
+    "vpp2 of 2 and 4": (2, ParallelConfig(pipeline=2, virtual_pipeline=2, last_stage_layers=4)),
 }
+NUM_LAYERS = {"pp2 of 1 and 2": 3, "vpp2 of 4 and 2": 6, "vpp2 of 2 and 4": 6}
+"""4 in all others."""
 BATCHINGS = ("packed in 1", "packed in 4", "padded, 1", "padded, 4")
 
 
@@ -59,7 +64,8 @@ BATCHINGS = ("packed in 1", "packed in 4", "padded, 1", "padded, 4")
 
 def written_out(task: Task, case: Case) -> Outcome:
     """transformers, autograd and torch.optim.AdamW; losses and their means as the papers have them."""
-    task = make_task(task.role, task.model.config.tie_word_embeddings)  # its weights change
+    config = task.model.config
+    task = make_task(task.role, config.tie_word_embeddings, config.num_hidden_layers)  # its weights change
     losses: list[torch.Tensor] = []  # of each sample with loss tokens: [loss tokens]
     outputs: dict[int, Mapping[str, np.ndarray]] = {}
     means: dict[str, list[torch.Tensor]] = {}
@@ -161,11 +167,19 @@ def is_tied(layout: str) -> bool:
     return list(LAYOUTS).index(layout) % 2 == 1
 
 
-Key = tuple[str, bool, Case]
+Of = tuple[str, bool, int]
+"""A task: role, tied, layers."""
+
+
+def task_key(layout: str, role: str) -> Of:
+    return role, role == "actor" and is_tied(layout), NUM_LAYERS.get(layout, 4)
+
+
+Key = tuple[Of, Case]
 
 
 def reference_key(layout: str, role: str, case: Case) -> Key:
-    return role, role == "actor" and is_tied(layout), Case("packed in 1", case.aggregation, case.num_samples)
+    return task_key(layout, role), Case("packed in 1", case.aggregation, case.num_samples)
 
 
 @pytest.fixture(scope="module")
@@ -176,21 +190,21 @@ def by_hand() -> dict[Key, Outcome]:
         for role, cases in cases_of(layout).items()
         for case in cases
     }
-    return {key: written_out(task_of(*key[:2]), key[2]) for key in keys}
+    return {(task, case): written_out(task_of(*task), case) for task, case in keys}
 
 
 @pytest.fixture(scope="module")
 def references(by_hand: dict[Key, Outcome]) -> dict[Key, Outcome]:
     """On one rank, in one packed micro-batch."""
-    by_task: dict[tuple[str, bool], list[Key]] = {}
-    for key in by_hand:
-        by_task.setdefault(key[:2], []).append(key)
-    work = [(task_of(*of_task), ParallelConfig(), [key[2] for key in of]) for of_task, of in by_task.items()]
+    by_task: dict[Of, list[Case]] = {}
+    for task_of_case, case in by_hand:
+        by_task.setdefault(task_of_case, []).append(case)
+    work = [(task_of(*of), ParallelConfig(), cases) for of, cases in by_task.items()]
     (outcomes,) = run(train_all, 1, work)
     found: dict[Key, Outcome] = {}
-    for (task, parallel, _), of, of_task in zip(work, by_task.values(), outcomes, strict=True):
-        for key, outcome in zip(of, of_task, strict=True):
-            found[key] = replace(joined(task, parallel, [outcome]), magnitudes=by_hand[key].magnitudes)
+    for (task, parallel, cases), of, of_task in zip(work, by_task, outcomes, strict=True):
+        for case, outcome in zip(cases, of_task, strict=True):
+            found[of, case] = replace(joined(task, parallel, [outcome]), magnitudes=by_hand[of, case].magnitudes)
     return found
 
 
@@ -211,7 +225,7 @@ def test_every_pair_of_the_grid_occurs() -> None:
 def test_the_task_clips_some_tokens_but_not_all(references: dict[Key, Outcome]) -> None:
     shares = {
         name: value
-        for (_, _, case), outcome in references.items()
+        for (_, case), outcome in references.items()
         for name, value in outcome.sums.items()
         if case.num_samples == len(SHAPES) and "clipfrac" in name
     }
@@ -228,7 +242,7 @@ def test_one_rank_trains_as_transformers_does(references: dict[Key, Outcome], by
 def test_a_layout_trains_as_one_rank_does(layout: str, references: dict[Key, Outcome]) -> None:
     num_ranks, parallel = LAYOUTS[layout]
     by_role = cases_of(layout)
-    work = [(task_of(role, role == "actor" and is_tied(layout)), parallel, cases) for role, cases in by_role.items()]
+    work = [(task_of(*task_key(layout, role)), parallel, cases) for role, cases in by_role.items()]
     of_rank = run(train_all, num_ranks, work)
     wrong = []
     for number, (task, _, cases) in enumerate(work):

@@ -96,9 +96,9 @@ class Task:
         return declare_critic(self.model.config) if self.role == "critic" else declare(self.model.config)
 
 
-def make_task(role: str, tied: bool) -> Task:
+def make_task(role: str, tied: bool, num_layers: int = 4) -> Task:
     """The actor is a qwen2, with biases, the critic a llama."""
-    model = tiny_model("llama" if role == "critic" else "qwen2", tied)
+    model = tiny_model("llama" if role == "critic" else "qwen2", tied, num_layers)
     head = 0.2 * torch.randn(1, 32, generator=torch.Generator().manual_seed(5))
     generator = np.random.default_rng(7)
     samples = []
@@ -123,8 +123,8 @@ def make_task(role: str, tied: bool) -> Task:
 
 
 @functools.cache
-def task_of(role: str, tied: bool) -> Task:
-    return make_task(role, tied)
+def task_of(role: str, tied: bool, num_layers: int = 4) -> Task:
+    return make_task(role, tied, num_layers)
 
 
 def outputs_of(model: Any, head: torch.Tensor, sample: TokenSequence) -> dict[str, torch.Tensor]:

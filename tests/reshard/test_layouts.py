@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
-from simulated import CPU, UNTOUCHED, Parameters, allocate, assert_equal, distinct
+from simulated import CPU, UNTOUCHED, Parameters, allocate, assert_equal, distinct, receive
 from tiny_models import declarations, megatron, megatron_layouts, sglang_layouts, tiny_config
 
 from megarl.model.families import declare, declare_critic
@@ -21,7 +22,6 @@ from megarl.reshard.executor import Executor
 from megarl.reshard.layout import Layout, Piece, Rect, Shard, check_cover
 from megarl.reshard.layouts import hf_files_layout, hf_layout, sglang_layout
 from megarl.reshard.plan import plan
-from megarl.reshard.transports import copy_regions
 
 FAMILIES = ["llama", "qwen2", "qwen3", "qwen3_moe", "mistral"]
 
@@ -30,12 +30,7 @@ def fill(target: Layout, values: Parameters, declaration: Any) -> list[Parameter
     """Every target rank's parameters, filled from whole tensors by a plan that one process executes."""
     parameters = allocate(target, torch.float32)
     filling = plan(hf_layout(declaration), target, 4, bucket_bytes=2048)
-    alone = Executor(filling, torch.float32, 0, [0] * target.num_ranks, CPU)
-    for bucket in range(alone.num_buckets):
-        for rank, flat in alone.exchange(bucket, values).items():
-            layout = alone.layout(bucket, rank)
-            assert layout is not None
-            copy_regions(parameters[rank], layout.regions, flat)
+    receive(Executor(filling, torch.float32, 0, [0] * target.num_ranks, CPU), values, parameters)
     return parameters
 
 
@@ -87,19 +82,24 @@ def test_no_file_is_empty_where_one_tensor_is_larger_than_a_files_share() -> Non
 # ------------------------------------------------------------------------------------------------ Megatron-Core
 
 
+def even_stages(pipeline: int, virtual: int) -> list[int]:
+    """The stage of each of 4 layers."""
+    return [layer // (4 // pipeline // virtual) % pipeline for layer in range(4)]
+
+
 def megatron_reference(
     values: Parameters,
     config: Any,
     tied: bool,
     vocab: int,
     fused: bool,
-    virtual: int,
+    stage_of: Sequence[int],
     sizes: tuple[int, int, int, int],
     at: Any,
 ) -> Parameters:
     """One rank's parameters by the rules with which a Megatron model was loaded whose logits equal transformers'.
 
-    sizes, at: of tensor, pipeline, expert and expert-tensor parallel."""
+    stage_of: each layer's pipeline stage. sizes, at: of tensor, pipeline, expert and expert-tensor parallel."""
     (tensor, pipeline, num_runs, split), (t, p, e, s) = sizes, at
     layers, heads, groups = config.num_hidden_layers, config.num_attention_heads, config.num_key_value_heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -119,9 +119,8 @@ def megatron_reference(
     result: Parameters = {}
     if p == 0:
         result["embedding.word_embeddings.weight"] = rows(padded(values["model.embed_tokens.weight"]))
-    per_chunk = layers // pipeline // virtual
     for layer in range(layers):
-        if layer // per_chunk % pipeline != p:
+        if stage_of[layer] != p:
             continue
         hf, own = f"model.layers.{layer}", f"decoder.layers.{layer}."
         first, second = ("self_attention.linear_qkv.layer_norm_weight", "mlp.linear_fc1.layer_norm_weight")
@@ -194,10 +193,42 @@ def test_megatron_parameters_are_those_of_the_reference(
         assert len(filled) == tensor * pipeline * context * data
         for rank, parameters in enumerate(filled):
             at = rank % tensor, rank // (tensor * context * data)
+            stage_of = even_stages(pipeline, virtual)
             expected = megatron_reference(
-                values, config, tied, vocab, fused, virtual, (tensor, pipeline, 1, 1), (*at, 0, 0)
+                values, config, tied, vocab, fused, stage_of, (tensor, pipeline, 1, 1), (*at, 0, 0)
             )
             assert_equal(parameters, expected, f"rank {rank}")
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(
+    ("stage_of", "sizes"),
+    [
+        ([0, 0, 1, 1, 1], {"pipeline": 2, "first_stage_layers": 2}),
+        ([0, 0, 0, 1], {"pipeline": 2, "first_stage_layers": 3, "last_stage_layers": 1}),
+        ([0, 1, 1, 2, 2, 3, 3], {"pipeline": 4, "first_stage_layers": 1}),
+        ([0, 1, 1, 2, 2, 3], {"pipeline": 4, "first_stage_layers": 1, "last_stage_layers": 1}),
+        (
+            [0, 1, 1, 2, 0, 1, 1, 2],
+            {"pipeline": 3, "virtual_pipeline": 2, "first_stage_layers": 2, "last_stage_layers": 2},
+        ),
+        ([0, 0, 1, 0, 0, 1], {"pipeline": 2, "virtual_pipeline": 2, "last_stage_layers": 2}),
+    ],
+    ids=lambda value: "".join(map(str, value)) if isinstance(value, list) else "",
+)
+def test_uneven_stages_are_those_of_the_reference(
+    stage_of: list[int], sizes: dict[str, int], tied: bool, family: str
+) -> None:
+    config = tiny_config(family, tied, num_hidden_layers=len(stage_of))
+    declaration = declare(config)
+    target, _ = megatron(declaration, 8, True, tensor=2, **sizes)
+    check_cover(target)
+    values = distinct(declaration.tensors(), torch.float32)
+    for rank, parameters in enumerate(fill(target, values, declaration)):
+        at, split = (rank % 2, rank // 2, 0, 0), (2, sizes["pipeline"], 1, 1)
+        expected = megatron_reference(values, config, tied, 8, True, stage_of, split, at)
+        assert_equal(parameters, expected, f"rank {rank}")
 
 
 @pytest.mark.parametrize(
@@ -231,7 +262,8 @@ def test_experts_are_those_of_the_reference(
     for rank, parameters in enumerate(filled):
         # Megatron's order: tp-cp-ep-dp-pp for the dense part, etp-ep-edp-pp for the experts
         at = rank % tensor, rank // (ranks // pipeline), rank // split % expert, rank % split
-        expected = megatron_reference(values, config, False, 8, fused, virtual, (tensor, pipeline, expert, split), at)
+        stage_of = even_stages(pipeline, virtual)
+        expected = megatron_reference(values, config, False, 8, fused, stage_of, (tensor, pipeline, expert, split), at)
         assert_equal(parameters, expected, f"rank {rank}")
 
 
@@ -406,6 +438,22 @@ def test_pieces_lie_inside_their_parameters_and_cover_the_model(data: st.DataObj
                 is_vocabulary = "embed" in name or "output_layer" in name or "lm_head" in name
                 assert count.max() <= 1, f"{name} holds two pieces at one place"
                 assert is_vocabulary or count.min() == 1, f"{name} has a hole"
+
+
+@given(st.tuples(*[st.integers(0, 6)] * 8))
+def test_what_a_rectangle_has_more_than_another(numbers: tuple[int, ...]) -> None:
+    def rect(row0: int, row1: int, col0: int, col1: int) -> Rect:
+        return Rect(*sorted((row0, row1)), *sorted((col0, col1)))
+
+    one, other = rect(*numbers[:4]), rect(*numbers[4:])
+    found = torch.zeros(6, 6)
+    for part in one.minus(other):
+        assert part.size
+        found[part.row0 : part.row1, part.col0 : part.col1] += 1
+    expected = torch.zeros(6, 6)
+    expected[one.row0 : one.row1, one.col0 : one.col1] = 1
+    expected[other.row0 : other.row1, other.col0 : other.col1] = 0
+    assert torch.equal(found, expected)
 
 
 def test_check_cover_names_a_tensor_that_is_not_whole() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 
 from megarl.config import ParallelConfig
 from megarl.model.families import declare
-from megarl.parallel.topology import RankGrid
+from megarl.parallel.topology import RankGrid, stage_sizes
 from megarl.reshard.declaration import Declaration
 from megarl.reshard.layout import Layout
 from megarl.reshard.layouts import megatron_layout, sglang_layout
@@ -65,7 +67,7 @@ def declarations(draw: st.DrawFn) -> Declaration:
             vocab_size=draw(st.integers(1, 40)),
             hidden_size=draw(st.integers(2, 5)),
             intermediate_size=4 * draw(st.integers(1, 3)),
-            num_hidden_layers=draw(st.sampled_from([2, 4])),
+            num_hidden_layers=draw(st.integers(1, 5)),
             num_attention_heads=kv_heads * draw(st.sampled_from([1, 2, 3, 4])),
             num_key_value_heads=kv_heads,
             head_dim=draw(st.integers(1, 3)),
@@ -77,19 +79,29 @@ def declarations(draw: st.DrawFn) -> Declaration:
 
 
 @st.composite
+def stages(draw: st.DrawFn, num_layers: int) -> dict[str, int]:
+    """Up to three pipeline stages, interleaved or not, even or not."""
+    pipeline = draw(st.integers(1, min(num_layers, 3)))
+    virtual = draw(st.sampled_from([v for v in (1, 2) if v == 1 or (pipeline > 1 and num_layers >= v * pipeline)]))
+    sizes = {"pipeline": pipeline, "virtual_pipeline": virtual}
+    outer = range(0, num_layers, virtual) if pipeline > 1 else range(1)
+    splits = []
+    for first, last in itertools.product(outer, repeat=2):
+        split = {**sizes, "first_stage_layers": first, "last_stage_layers": last}
+        with contextlib.suppress(ValueError):
+            stage_sizes(num_layers, ParallelConfig(**split))
+            splits.append(split)
+    return draw(st.sampled_from(splits)) if splits else {}
+
+
+@st.composite
 def megatron_layouts(draw: st.DrawFn, declaration: Declaration) -> Layout:
     """At most 16 ranks."""
     tensor = draw(st.sampled_from([t for t in (1, 2, 4) if declaration.num_kv_heads % t == 0]))
-    pipeline = draw(st.sampled_from([p for p in (1, 2) if declaration.num_layers % p == 0]))
-    virtual = draw(st.sampled_from([1, 2])) if pipeline == 2 and declaration.num_layers == 4 else 1
-    sizes = {
-        "tensor": tensor,
-        "pipeline": pipeline,
-        "virtual_pipeline": virtual,
-        "context": draw(st.sampled_from([1, 2])),
-    }
+    sizes = {"tensor": tensor, **draw(stages(declaration.num_layers))}
+    replicas = [(c, d) for c in (1, 2) for d in (1, 2) if tensor * sizes.get("pipeline", 1) * c * d <= 16]
+    sizes["context"], data = draw(st.sampled_from(replicas))
     vocab = tensor * draw(st.integers(1, 5))
-    data = draw(st.integers(1, 2))
     if declaration.num_experts:  # over all ranks of a stage, in any way that divides them
         ranks = tensor * sizes["context"] * data
         spread = [e for e in (1, 2, 4) if declaration.num_experts % e == 0 and ranks % e == 0]

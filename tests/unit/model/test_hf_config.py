@@ -144,8 +144,39 @@ def test_interleaved_stages_do_not_batch_their_sends_nor_free_what_is_being_sent
     assert not made.deallocate_pipeline_outputs
 
 
+def test_uneven_stages() -> None:
+    made = transformer_config(config(), ParallelConfig(pipeline=3, first_stage_layers=1, last_stage_layers=1))
+    assert (made.num_layers_in_first_pipeline_stage, made.num_layers_in_last_pipeline_stage) == (1, 1)
+    even = transformer_config(config(), ParallelConfig(pipeline=2))
+    assert (even.num_layers_in_first_pipeline_stage, even.num_layers_in_last_pipeline_stage) == (None, None)
+
+
+def test_of_two_stages_megatron_is_told_one() -> None:
+    made = transformer_config(config(), ParallelConfig(pipeline=2, first_stage_layers=1, last_stage_layers=3))
+    assert (made.num_layers_in_first_pipeline_stage, made.num_layers_in_last_pipeline_stage) == (1, None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_layers", "message"),
+    [
+        ("full", 3, "num_layers is 3 .* a .virtual. pipeline stage has 1 or 3 layers; use a divisor of 1"),
+        ("block", 4, "has 1 or 3 layers; use at most 3"),
+    ],
+)
+def test_recompute_counts_the_layers_of_every_stage(kind: Any, num_layers: int, message: str) -> None:
+    """A stage with fewer than `block` names recomputes all that it has."""
+    uneven = ParallelConfig(pipeline=2, first_stage_layers=1)
+    with pytest.raises(ValueError, match=message):
+        transformer_config(config(), uneven, recompute=RecomputeConfig(kind=kind, num_layers=num_layers))
+    assert transformer_config(config(), uneven, recompute=RecomputeConfig(kind="block", num_layers=3))
+    even = ParallelConfig(pipeline=2, first_stage_layers=2)
+    assert transformer_config(config(), even, recompute=RecomputeConfig(kind="full", num_layers=2))
+
+
 def test_sizes_that_do_not_divide_are_named() -> None:
     with pytest.raises(ValueError, match="num_key_value_heads is 2 in /models/tiny/config.json, which tensor 4"):
         transformer_config(config(), ParallelConfig(tensor=4))
     with pytest.raises(ValueError, match="4 layers do not divide by pipeline 3"):
         transformer_config(config(), ParallelConfig(pipeline=3))
+    with pytest.raises(ValueError, match="first_stage_layers 2 and last_stage_layers 1 leave 1 of 4 layers for 0 even"):
+        transformer_config(config(), ParallelConfig(pipeline=2, first_stage_layers=2, last_stage_layers=1))

@@ -48,8 +48,8 @@ def test_on_one_gpu_everything_is_local(tool: ModuleType, model: str, capsys: py
     found = lines(tool, capsys, model, "--ranks", "1", "--bytes", "4")
     megabytes = f"{PARAMETERS * 4 / 1e6:,.1f} MB"
     assert found["sync"] == (
-        f"1 bucket; local {megabytes}, within nodes 0.0 MB, between nodes 0.0 MB; written {megabytes}; "
-        f"largest bucket {megabytes}"
+        f"1 bucket; local {megabytes}, within nodes 0.0 MB, between nodes 0.0 MB (at least 0.0 MB must leave a GPU); "
+        f"written {megabytes}; largest bucket {megabytes} a GPU"
     )
     assert found["trainer"] == "megatron tp1 pp1 cp1 dp1, 1 ranks"
 
@@ -59,7 +59,32 @@ def test_engines_of_their_own_get_everything_from_another_node(
 ) -> None:
     """Two replicas of the whole model, from two tensor-parallel ranks; config.json alone is enough."""
     found = lines(tool, capsys, f"{model}/config.json", "--ranks", "2", "--tensor", "2", "--split", "--bytes", "4000")
-    assert "local 0.0 MB, within nodes 0.0 MB, between nodes 35.2 MB; written 35.2 MB" in found["sync"]
+    crossing = "local 0.0 MB, within nodes 0.0 MB, between nodes 35.2 MB (at least 35.2 MB must leave a GPU); written"
+    assert f"{crossing} 35.2 MB" in found["sync"]
+
+
+def test_uneven_stages(tool: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A layer's 2,336 parameters, and 1,024 each of the embedding and the output layer, with 16 of the last norm. Two
+    engine ranks share the two stages' GPUs, each wants all: the stages' other parts cross."""
+    LlamaConfig(
+        vocab_size=64,
+        hidden_size=16,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=32,
+        tie_word_embeddings=False,
+    ).save_pretrained(tmp_path)
+    sizes = (str(tmp_path), "--ranks", "2", "--pipeline", "2", "--bytes", "1000")
+    layer, first, last = 2 * 16 + 768 + 1536, 1024, 1024 + 16
+    assert tool.main([*sizes]) == 2
+    assert "set first_stage_layers 2 and last_stage_layers 1" in capsys.readouterr().err
+    for outer in (("--first-stage-layers", "1"), ("--last-stage-layers", "2")):
+        found = lines(tool, capsys, *sizes, *outer)
+        everything = (3 * layer + first + last) / 1e3
+        assert f"local {everything:.1f} MB, within nodes {everything:.1f} MB" in found["sync"]
+        # The first bucket holds all: one GPU packs its stage for the other and receives the whole model.
+        assert f"largest bucket {everything + (2 * layer + last) / 1e3:.1f} MB a GPU" in found["sync"]
 
 
 @pytest.mark.parametrize(
