@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from megarl.config import Config
-from megarl.reshard.transports import ChecksumRegion
 from megarl.types import Prompt, SampleInfo, SamplingParams
 from megarl.workers.calls import Callee, gather
 from megarl.workers.generation import Group, Job
@@ -100,16 +99,22 @@ class Rollout:
         """Per replica and tensor-parallel rank, (shape, type) of the engine's own parameters."""
         return self._all("reading the engine's parameters", "parameters")
 
-    def load_bucket(self, payloads: Sequence[bytes]) -> None:
-        """Hand each target rank's payload to its replica, in the order of target ranks."""
-        size = self.config.rollout.tensor
-        per_replica = [list(payloads[i * size : (i + 1) * size]) for i in range(len(self.workers))]
-        self._each("loading weights", "load_bucket", per_replica)
+    def start_sync(
+        self, number: int, sockets: Sequence[str], version: int, deadline: float
+    ) -> list[tuple[Any, Callee]]:
+        """Have every replica take the weights of sync `number`, while the trainers send them; returns at once.
 
-    def checksums(self, regions: Sequence[Sequence[ChecksumRegion]]) -> list[list[int]]:
-        """Per target rank the checksums of the regions of its tensor-parallel rank, read back from the engine's own
-        parameters."""
-        return [rank for replica in self._all("reading weights back", "checksums", regions) for rank in replica]
+        Args:
+            sockets: of each target rank's channel.
+
+        Returns:
+            per replica the call and whom it goes to; it gives a LoadReport for each tensor-parallel rank.
+        """
+        size = self.config.rollout.tensor
+        return [
+            (worker.sync.remote(number, list(sockets[i * size : (i + 1) * size]), version, deadline), callee)
+            for i, (worker, callee) in enumerate(zip(self.workers, self._callees, strict=True))
+        ]
 
     def set_version(self, version: int) -> None:
         """Stamp the weights' version: every answer carries it."""
@@ -123,8 +128,4 @@ class Rollout:
         if self.embedded and method in ("sleep", "wake", "flush_cache"):
             return []
         refs = [getattr(w, method).remote(*arguments) for w in self.workers]
-        return gather(refs, self._callees, stage, self.config.run.deadline)
-
-    def _each(self, stage: str, method: str, per_worker: Sequence[Any]) -> list[Any]:
-        refs = [getattr(w, method).remote(a) for w, a in zip(self.workers, per_worker, strict=True)]
         return gather(refs, self._callees, stage, self.config.run.deadline)

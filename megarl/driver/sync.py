@@ -1,23 +1,35 @@
-"""The sync of the actor's weights into the rollout engine: planned once, executed bucket by bucket, verified every
-time."""
+"""The sync of the actor's weights into the rollout engine: planned once, one call to each process every time, verified
+every time."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import ray
 
 from megarl.config import Config
 from megarl.driver.rollout import Rollout
 from megarl.model.families import declare
 from megarl.model.role_layout import role_layout
-from megarl.reshard.checksum import compare, tensor_checksums
+from megarl.reshard.channel import UNVERIFIED, WENT_AWAY, LoadReport
+from megarl.reshard.checksum import TensorChecksums, compare
 from megarl.reshard.layout import Layout
 from megarl.reshard.layouts import hf_layout, sglang_layout
+from megarl.reshard.plan import Summary
+from megarl.workers.calls import ECHOES, Callee, WorkerError, gather
 from megarl.workers.group import TrainerGroup
-from megarl.workers.weights import checksum_regions, compare_parameters, wire_dtype
+from megarl.workers.weights import SyncReport, compare_parameters, wire_dtype
 
 SGLANG_VOCAB_MULTIPLE = 64
 """SGLang pads the vocabulary to a multiple of this (vocab_parallel_embedding.py, DEFAULT_VOCAB_PADDING_SIZE)."""
+
+DEADLINE_SHARE = 0.9
+"""Of run.deadline: trainers and loaders give up before the driver does, and say where they were."""
+
+PATIENCE = 3.0
+"""Seconds in which a better error may come than that the other side went away."""
 
 
 class WeightSync:
@@ -35,7 +47,11 @@ class WeightSync:
         else:
             self._target = sglang_layout(declaration, config.rollout.tensor, config.num_replicas, SGLANG_VOCAB_MULTIPLE)
         self.num_buckets = 0
-        self.summary = ""
+        self.summary: Summary | None = None
+        self._number = 0
+        self._sockets: dict[int, str] = {}
+        self._source_checksums = TensorChecksums(self._source, range(self._source.num_ranks))
+        self._target_checksums = [TensorChecksums(self._target, ranks) for ranks in _replicas(self._target).values()]
 
     def prepare(self) -> None:
         """Plan on every rank and compare the plan's parameters with the engine's own.
@@ -47,42 +63,75 @@ class WeightSync:
             self._check_engine()
         # Colocated: target rank r shares its GPU with trainer rank r, which receives for it.
         hosts = list(range(self._target.num_ranks))
-        facts = self.group.call("planning the weight sync", "prepare_sync", self._target, hosts)
+        names = [self._name(target) for target in hosts]
+        facts = self.group.call("planning the weight sync", "prepare_sync", self._target, hosts, names)
         self.num_buckets, self.summary = facts[0]["num_buckets"], facts[0]["summary"]
+        self._sockets = {target: path for own in facts for target, path in own["sockets"].items()}
 
     def run(self, version: int) -> dict[str, float]:
-        """Move the weights, verify them, stamp the version. Returns seconds by part.
+        """Move the weights and their version, and verify them. Returns seconds by part: sync_move until the last bucket
+        is in the engine, sync_verify for what follows.
 
         Raises:
+            WorkerError: a process failed; the first real reason.
             ValueError: what the engine holds afterwards is not what the actor has; names the tensors.
         """
         start = time.perf_counter()
-        for bucket in range(self.num_buckets):
-            payloads = self.group.call("weight exchange", "sync_bucket", bucket)
-            if not self.rollout.embedded:
-                merged = {target: payload for rank in payloads for target, payload in rank.items()}
-                self.rollout.load_bucket([merged.get(t, b"") for t in range(self._target.num_ranks)])
-        moved = time.perf_counter()
-        if self.config.sync.verify == "checksum":
-            self._verify()
+        self._number += 1
+        sent, loaded = self._move(version)
+        arrived = time.perf_counter()
+        if self.config.sync.verify != "off":
+            try:
+                self._verify(sent, loaded)
+            except ValueError:
+                self._stamp(UNVERIFIED)
+                raise
+        end = time.perf_counter()
+        seconds = [report.verify_seconds for report in sent] + [report.verify_seconds for report in loaded.values()]
+        verified = min(max(seconds) + end - arrived, end - start)
+        return {"timing_s/sync_move": end - start - verified, "timing_s/sync_verify": verified}
+
+    def _move(self, version: int) -> tuple[list[SyncReport], dict[int, LoadReport]]:
+        """One call to each trainer and each replica, all at once. Returns the trainers' reports, and the engine's by
+        target rank."""
+        deadline = DEADLINE_SHARE * self.config.run.deadline
+        if self.rollout.embedded:
+            sent = self.group.call("weight sync", "sync", self._number, version, deadline)
+            return sent, {target: one for report in sent for target, one in report.loaded.items()}
+        sockets = [self._sockets[target] for target in range(self._target.num_ranks)]
+        engines = self.rollout.start_sync(self._number, sockets, version, deadline)
+        trainers = [
+            (actor.sync.remote(self._number, version, deadline), Callee(f"trainer rank {rank}", seat.host))
+            for rank, (actor, seat) in enumerate(zip(self.group.actors, self.group.seats, strict=True))
+        ]
+        results = gather_both([*trainers, *engines], "weight sync", self.config.run.deadline)
+        loaded = [one for replica in results[len(trainers) :] for one in replica]
+        return results[: len(trainers)], dict(enumerate(loaded))
+
+    def _verify(self, sent: Sequence[SyncReport], loaded: Mapping[int, LoadReport]) -> None:
+        for target, report in loaded.items():
+            if report.num_different:
+                more = report.num_different - len(report.differences)
+                raise ValueError(
+                    f"weights of {self._name(target)} differ from those sent in {report.num_different} parameters: "
+                    + "; ".join(map(str, report.differences))
+                    + (f" and {more} more" if more else "")
+                )
+        expected = self._source_checksums.of({rank: report.sums for rank, report in enumerate(sent)})
+        for replica, checksums in enumerate(self._target_checksums):
+            own = checksums.of({rank: loaded[rank].sums for rank in checksums.ranks})
+            compare(expected, own, f"rollout replica {replica}")
+
+    def _stamp(self, version: int) -> None:
         if self.rollout.embedded:
             self.group.call("stamping the version", "set_version", version)
         else:
             self.rollout.set_version(version)
-        end = time.perf_counter()
-        return {"timing_s/sync_move": moved - start, "timing_s/sync_verify": end - moved}
 
-    def _verify(self) -> None:
-        found = self.group.call("reading weights back", "sync_checksums")
-        expected = tensor_checksums(self._source, {rank: source for rank, (source, _) in enumerate(found)})
+    def _name(self, target: int) -> str:
         if self.rollout.embedded:
-            actual = {target: sums for _, targets in found for target, sums in targets.items()}
-        else:
-            regions = [checksum_regions(self._target, t) for t in range(self.config.rollout.tensor)]
-            actual = dict(enumerate(self.rollout.checksums(regions)))
-        for replica, ranks in _replicas(self._target).items():
-            own = tensor_checksums(self._target, {r: actual[r] for r in ranks})
-            compare(expected, own, f"rollout replica {replica}")
+            return f"hf engine of trainer rank {target}"
+        return "SGLang tensor rank {1} of replica {0}".format(*divmod(target, self.config.rollout.tensor))
 
     def _check_engine(self) -> None:
         dtype = str(wire_dtype(self.config)).removeprefix("torch.")
@@ -97,6 +146,40 @@ class WeightSync:
                         raise ValueError(
                             f"{where}: parameter {name} is {own}, but the weights come as {dtype} (model.precision)"
                         )
+
+
+def gather_both(calls: Sequence[tuple[Any, Callee]], stage: str, deadline: float) -> list[Any]:
+    """The results of calls to two sides that wait for each other.
+
+    Raises:
+        WorkerError: as `gather`. That the other side went away is said only if the other side does not say why.
+    """
+    refs, callees = [ref for ref, _ in calls], [callee for _, callee in calls]
+    try:
+        return gather(refs, callees, stage, deadline)
+    except WorkerError as error:
+        if _is_echo(error):
+            _raise_better(refs, callees, stage)
+        raise
+
+
+def _raise_better(refs: Sequence[Any], callees: Sequence[Callee], stage: str) -> None:
+    """Raise the first error that says more than that another process went away, if one comes in time."""
+    pending, end = dict(zip(refs, callees, strict=True)), time.monotonic() + PATIENCE
+    while pending:
+        done, _ = ray.wait(list(pending), num_returns=1, timeout=max(end - time.monotonic(), 0))
+        if not done:
+            return
+        try:
+            gather(done, [pending.pop(done[0])], stage, 0.0)
+        except WorkerError as error:
+            if not _is_echo(error):
+                raise
+
+
+def _is_echo(error: WorkerError) -> bool:
+    """Whether a worker says only that another one is gone."""
+    return any(words in str(error) for words in (WENT_AWAY, *ECHOES))
 
 
 def _replicas(layout: Layout) -> dict[int, list[int]]:

@@ -29,7 +29,8 @@ import numpy as np
 import psutil
 
 from megarl.compat import sglang_cpu
-from megarl.reshard import transports
+from megarl.reshard import channel, transports
+from megarl.reshard.channel import LoadReport
 from megarl.types import FinishReason, GenerationRequest, GenerationResult
 
 if TYPE_CHECKING:
@@ -42,7 +43,8 @@ DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 WAKE_TAGS = ("weights", "kv_cache")
 
 LOADERS = {
-    name: f"{transports.__name__}.{name}" for name in ("load_regions", "checksum_regions", "describe_parameters")
+    loader.__name__: f"{loader.__module__}.{loader.__name__}"
+    for loader in (channel.load_weights, transports.describe_parameters)
 }
 
 CONTEXT_SLACK = 8
@@ -96,7 +98,7 @@ class SGLangEngine:
         self.log_file = log_file
         self.weight_version = 0
         self._asleep: set[str] = set()
-        self._in_session = False
+        self._is_flushed = False
         self._processes: list[psutil.Process] = []
         engine_class = sglang_cpu.engine_class()
         from sglang.srt.server_args import ServerArgs
@@ -156,6 +158,7 @@ class SGLangEngine:
         if self._asleep:
             raise RuntimeError(f"the engine sleeps ({', '.join(sorted(self._asleep))} released); wake it first")
         self._check_alive("generate")
+        self._is_flushed = False
         answers: queue.SimpleQueue[GenerationResult | Exception] = queue.SimpleQueue()
         flight = uuid.uuid4().hex
         future = self._submit(self._fly(requests, flight, answers.put))
@@ -214,54 +217,45 @@ class SGLangEngine:
 
     def parameter_shapes(self) -> list[dict[str, transports.ParameterInfo]]:
         """Per tensor-parallel rank the names, shapes and dtypes of SGLang's own parameters."""
-        replies = self._run_loader("describe_parameters", transports.describe_envelope)
+        replies = self._run_loader("describe_parameters", lambda reply, _: transports.describe_envelope(reply))
         return [transports.parse_description(reply) for reply in replies]
 
-    @contextlib.contextmanager
-    def update_session(self) -> Iterator[None]:
-        """Holds SGLang's weight-update session open, for several buckets and a checksum; each opens its own otherwise.
+    def load_weights(
+        self, sync: int, sockets: Sequence[str], version: int, deadline: float | None = None
+    ) -> list[LoadReport]:
+        """Take the weights that the hosts of this replica's ranks send, in one request to SGLang.
 
-        From 0.5.18 or so on SGLang takes weights only inside one; before, there is none and this does nothing.
-        """
-        if self._in_session or not hasattr(self._engine, "begin_weight_update"):
-            yield
-            return
-        from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput, EndWeightUpdateReqInput
-
-        manager = self._engine.tokenizer_manager
-        begin, end = BeginWeightUpdateReqInput(selector="all"), EndWeightUpdateReqInput()
-        _require_success(self._call(manager.begin_weight_update(begin, None), "begin_weight_update"))
-        self._in_session = True
-        try:
-            yield
-        finally:
-            self._in_session = False
-            if self.is_alive:
-                _require_success(self._call(manager.end_weight_update(end, None), "end_weight_update"))
-
-    def load_bucket(self, payloads: Sequence[bytes], version: int | None = None) -> None:
-        """Copy a bucket into SGLang's parameters: a payload of `transports.serialise_bucket` per tensor-parallel rank.
-
-        The KV cache keeps what the old weights computed: call `flush_cache` after the last bucket.
+        The KV cache keeps what the old weights computed: call `flush_cache` afterwards.
 
         Args:
-            version: stamped on the engine afterwards; give it with the last bucket.
+            sync: its number, as the hosts count.
+            sockets: of the `Channel` of each tensor-parallel rank, in their order.
+            version: stamped on the engine.
+            deadline: seconds; the engine's own by default.
+
+        Returns:
+            what each tensor-parallel rank says of its own parameters; compare it with the trainers'.
 
         Raises:
-            RuntimeError: a rank could not take a region; names the rank and the parameter. Nothing of that rank's
-                bucket was written then.
+            RuntimeError: a rank could not take its weights; names the rank and the reason. The weights may be neither
+                the old nor the new ones then, and the version is UNVERIFIED.
         """
-        self._run_loader("load_regions", transports.bucket_envelope, payloads)
-        if version is not None:
-            self.set_version(version)
+        assert len(sockets) == self.tensor_size, (
+            f"{len(sockets)} sockets for {self.tensor_size} tensor-parallel ranks: one each is needed"
+        )
 
-    def checksums(self, regions: Sequence[Sequence[transports.ChecksumRegion]]) -> list[list[int]]:
-        """Sums of regions of SGLang's own parameters: for each tensor-parallel rank its regions', in their order.
+        def envelope(reply: str, rank: int) -> str:
+            return channel.load_envelope(reply, sockets[rank], sync, self.deadline if deadline is None else deadline)
 
-        Raises:
-            RuntimeError: a rank has no such region; names the rank and the parameter.
-        """
-        return self._run_loader("checksum_regions", transports.checksum_envelope, regions)
+        try:
+            replies = self._run_loader("load_weights", envelope, version)
+        except RuntimeError as error:
+            for path in sockets:
+                channel.give_up(path, sync, str(error).splitlines()[0])
+            with contextlib.suppress(RuntimeError):  # it may be dead
+                self.set_version(channel.UNVERIFIED)
+            raise
+        return [LoadReport.from_json(reply) for reply in replies]
 
     def set_version(self, version: int) -> None:
         """Stamp the weights; answers that end from now on carry it."""
@@ -280,38 +274,69 @@ class SGLangEngine:
         self._call(update(), "set_version")
         self.weight_version = version
 
-    def _run_loader(
-        self, loader: str, envelope: Callable[..., str], per_rank: Sequence[Any] | None = None
-    ) -> list[Any]:
-        """Run one of transports' loaders in every tensor-parallel rank and return what each answered."""
+    def _run_loader(self, loader: str, envelope: Callable[[str, int], str], version: int | None = None) -> list[Any]:
+        """Run one of LOADERS in every tensor-parallel rank and return what each answered.
+
+        Args:
+            envelope: what a loader gets, from the file that it answers in and its rank.
+            version: stamped on the engine with the same request.
+        """
         import torch
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
         from sglang.srt.utils import MultiprocessingSerializer
 
-        if per_rank is not None and len(per_rank) != self.tensor_size:
-            raise ValueError(f"{loader}: {len(per_rank)} payloads for {self.tensor_size} tensor-parallel ranks")
         call = uuid.uuid4().hex
         replies = [os.path.join(self._replies, f"{call}-{rank}") for rank in range(self.tensor_size)]
-        arguments = [()] * self.tensor_size if per_rank is None else [(a,) for a in per_rank]
-        names = [envelope(reply, *argument) for reply, argument in zip(replies, arguments, strict=True)]
+        names = [envelope(reply, rank) for rank, reply in enumerate(replies)]
+        takes_version = "weight_version" in inspect.signature(UpdateWeightsFromTensorReqInput).parameters
+        stamp = {"weight_version": str(version)} if version is not None and takes_version else {}
         update = UpdateWeightsFromTensorReqInput(
             # SGLang wants a tensor with each name; an empty one needs no shared memory.
             serialized_named_tensors=[MultiprocessingSerializer.serialize([(n, torch.empty(0))]) for n in names],
             load_format=LOADERS[loader],
             # A flush that SGLang refuses inside an update kills its scheduler (0.5.17).
             flush_cache=False,
+            **stamp,
         )
-        with self.update_session():
+        with self._update_session():
             _require_success(
                 self._call(self._engine.tokenizer_manager.update_weights_from_tensor(update, None), loader)
             )
-        return [self._read_reply(loader, rank, reply) for rank, reply in enumerate(replies)]
+        answers = self._read_replies(loader, replies)
+        if version is not None and takes_version:
+            self.weight_version = version
+        elif version is not None:
+            self.set_version(version)
+        return answers
 
-    def _read_reply(self, loader: str, rank: int, path: str) -> Any:
+    @contextlib.contextmanager
+    def _update_session(self) -> Iterator[None]:
+        """From 0.5.18 or so on SGLang takes weights only between these two; before, there is neither."""
+        if not hasattr(self._engine, "begin_weight_update"):
+            yield
+            return
+        from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput, EndWeightUpdateReqInput
+
+        manager = self._engine.tokenizer_manager
+        begin, end = BeginWeightUpdateReqInput(selector="all"), EndWeightUpdateReqInput()
+        _require_success(self._call(manager.begin_weight_update(begin, None), "begin_weight_update"))
         try:
-            return transports.read_reply(path)
-        except RuntimeError as error:
-            raise RuntimeError(f"{loader} failed in tensor-parallel rank {rank}: {error}") from error
+            yield
+        finally:
+            if self.is_alive:
+                _require_success(self._call(manager.end_weight_update(end, None), "end_weight_update"))
+
+    def _read_replies(self, loader: str, paths: Sequence[str]) -> list[Any]:
+        """What each rank answered; raises the error that says most, if some failed."""
+        answers, errors = [], []
+        for rank, path in enumerate(paths):
+            try:
+                answers.append(transports.read_reply(path))
+            except RuntimeError as error:
+                errors.append(f"{loader} failed in tensor-parallel rank {rank}: {error}")
+        if errors:
+            raise RuntimeError(min(errors, key=lambda text: channel.WENT_AWAY in text))
+        return answers
 
     # -------------------------------------------------------------------------------------------- memory
 
@@ -346,15 +371,18 @@ class SGLangEngine:
         self._asleep.difference_update(released)
 
     def flush_cache(self, patience: float = 10.0) -> None:
-        """Forget the KV cache of all prefixes.
+        """Forget the KV cache of all prefixes; nothing where no answer came since the last time.
 
         Raises:
             RuntimeError: SGLang still works on requests after `patience` seconds.
         """
+        if self._is_flushed:
+            return
         end = time.monotonic() + patience
         while True:
             answer = self._call(self._engine.tokenizer_manager.flush_cache(), "flush_cache")
             if answer.success:
+                self._is_flushed = True
                 return
             if time.monotonic() > end:
                 raise RuntimeError(

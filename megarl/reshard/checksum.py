@@ -7,13 +7,14 @@ up over rectangles, so each rank sums what it holds; swapped regions, a wrong te
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
+import numpy as np
 import torch
 
 from megarl.reshard.layout import Layout, Piece, Rect, as_matrix
 
-_MULTIPLIER = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed number: 2**64 / golden ratio, odd
+MULTIPLIER = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed number: 2**64 / golden ratio, odd
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHUNK = 1 << 22
 """Elements summed at once: bounds the int64 temporaries to some 100 MB."""
@@ -32,29 +33,32 @@ def region_checksum(values: torch.Tensor, row0: int, col0: int, num_cols: int) -
     total = 0
     for start in range(0, rows, step):
         part = values[start : start + step]
-        bits = part.contiguous().view(_BITS[values.element_size()]).to(torch.int64)
+        elements = bits(part).to(torch.int64)
         row = torch.arange(row0 + start, row0 + start + part.shape[0], device=values.device, dtype=torch.int64)
         col = torch.arange(col0, col0 + cols, device=values.device, dtype=torch.int64)
-        weight = (row[:, None] * num_cols + col[None, :] + 1) * _MULTIPLIER
+        weight = (row[:, None] * num_cols + col[None, :] + 1) * MULTIPLIER
         weight ^= weight >> 29
-        total += int(((bits + 1) * (weight | 1)).sum())
+        total += int(((elements + 1) * (weight | 1)).sum())
     return total % _MODULUS
 
 
-def piece_checksums(
-    pieces: Sequence[Piece], parameters: Mapping[str, torch.Tensor], layout: Layout, dtype: torch.dtype
-) -> list[int]:
-    """The checksum of each piece, its elements as `dtype`: what the wire carries."""
-    sums = []
+def bits(values: torch.Tensor) -> torch.Tensor:
+    """A tensor's elements as whole numbers of the same size: NaNs of equal bits are equal."""
+    return values.contiguous().view(_BITS[values.element_size()])
+
+
+def piece_regions(
+    pieces: Sequence[Piece], parameters: Mapping[str, torch.Tensor], layout: Layout
+) -> list[tuple[torch.Tensor, int, int, int]]:
+    """What to sum of a rank's parameters: for each piece its view [rows, columns], and its row, column and number of
+    columns in the canonical tensor. `regions.RegionSums` takes them."""
+    regions = []
     for piece in pieces:
-        rect = piece.local
-        values = matrix(parameters[piece.parameter])[rect.row0 : rect.row1, rect.col0 : rect.col1]
-        sums.append(
-            region_checksum(
-                values.to(dtype), piece.rect.row0, piece.rect.col0, as_matrix(layout.tensors[piece.tensor])[1]
-            )
-        )
-    return sums
+        local = piece.local
+        values = matrix(parameters[piece.parameter].data)[local.row0 : local.row1, local.col0 : local.col1]
+        columns = as_matrix(layout.tensors[piece.tensor])[1]
+        regions.append((values, piece.rect.row0, piece.rect.col0, columns))
+    return regions
 
 
 def matrix(tensor: torch.Tensor) -> torch.Tensor:
@@ -62,29 +66,66 @@ def matrix(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(as_matrix(tuple(tensor.shape)))
 
 
-def tensor_checksums(layout: Layout, sums: Mapping[int, Sequence[int]]) -> dict[str, int]:
-    """The checksum of every canonical tensor from those of the pieces of `sums`' ranks.
+class TensorChecksums:
+    """Adds up the checksums of pieces to those of the canonical tensors. Made once for the ranks that hold a model."""
 
-    Args:
-        sums: per rank, one checksum for each of its pieces, in the shard's order. Together the ranks hold the whole
-            model.
+    def __init__(self, layout: Layout, ranks: Iterable[int]) -> None:
+        """
+        Raises:
+            ValueError: the ranks do not hold all of a tensor.
+        """
+        self.layout, self.ranks = layout, tuple(ranks)
+        self._counts = [len(layout.shard(rank).pieces) for rank in self.ranks]
+        tensors = {name: index for index, name in enumerate(layout.tensors)}
+        rectangles: dict[tuple[str, Rect], int] = {}
+        self._first: list[int] = []  # of each rectangle: which of all pieces holds it first
+        of_piece: list[int] = []
+        for rank in self.ranks:
+            for piece in layout.shard(rank).pieces:
+                index = rectangles.setdefault((piece.tensor, piece.rect), len(rectangles))
+                if index == len(self._first):
+                    self._first.append(len(of_piece))
+                of_piece.append(index)
+        self._rectangles = list(rectangles)
+        self._of_piece = np.array(of_piece, dtype=np.int64)
+        self._tensor_of = np.array([tensors[name] for name, _ in self._rectangles], dtype=np.int64)
+        self._check_sizes()
 
-    Raises:
-        ValueError: two ranks hold different values of the same rectangle, or the ranks do not hold all of a tensor.
-    """
-    regions: dict[str, dict[Rect, tuple[int, int]]] = {name: {} for name in layout.tensors}
-    for rank, values in sums.items():
-        for piece, value in zip(layout.shard(rank).pieces, values, strict=True):
-            first, known = regions[piece.tensor].setdefault(piece.rect, (rank, value))
-            if known != value:
-                raise ValueError(f"{layout.name}: {piece.tensor} {piece.rect} differs between ranks {first} and {rank}")
-    for name, shape in layout.tensors.items():
-        size = sum(rect.size for rect in regions[name])
-        if size != math.prod(shape):
-            raise ValueError(
-                f"{layout.name}: the checksums of {name} speak for {size} of its {math.prod(shape)} elements"
-            )
-    return {name: sum(value for _, value in found.values()) % _MODULUS for name, found in regions.items()}
+    def _check_sizes(self) -> None:
+        sizes = dict.fromkeys(self.layout.tensors, 0)
+        for name, rect in self._rectangles:
+            sizes[name] += rect.size
+        for name, shape in self.layout.tensors.items():
+            if sizes[name] != math.prod(shape):
+                raise ValueError(
+                    f"{self.layout.name}: the checksums of {name} speak for {sizes[name]} of its {math.prod(shape)} "
+                    "elements"
+                )
+
+    def of(self, sums: Mapping[int, Sequence[int]]) -> dict[str, int]:
+        """The checksum of every canonical tensor.
+
+        Args:
+            sums: per rank, one checksum for each of its pieces, in the shard's order.
+
+        Raises:
+            ValueError: two ranks hold different values of the same rectangle.
+        """
+        for rank, count in zip(self.ranks, self._counts, strict=True):
+            assert len(sums[rank]) == count, f"rank {rank} has {count} pieces, but gave {len(sums[rank])} checksums"
+        values = np.array([value for rank in self.ranks for value in sums[rank]], dtype=np.uint64)
+        first = values[self._first]
+        differs = np.flatnonzero(values != first[self._of_piece])
+        if len(differs):
+            name, rect = self._rectangles[self._of_piece[differs[0]]]
+            a, b = (self._rank_of(piece) for piece in (self._first[self._of_piece[differs[0]]], differs[0]))
+            raise ValueError(f"{self.layout.name}: {name} {rect} differs between ranks {a} and {b}")
+        totals = np.zeros(len(self.layout.tensors), dtype=np.uint64)
+        np.add.at(totals, self._tensor_of, first)  # wraps, as is wanted
+        return dict(zip(self.layout.tensors, totals.tolist(), strict=True))
+
+    def _rank_of(self, piece: int) -> int:
+        return self.ranks[int(np.searchsorted(np.cumsum(self._counts), piece, side="right"))]
 
 
 def compare(expected: Mapping[str, int], actual: Mapping[str, int], where: str) -> None:

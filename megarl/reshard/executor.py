@@ -1,20 +1,22 @@
 """Executes a plan bucket by bucket: packs regions, exchanges them in a batch of point-to-point messages, hands them on.
 
 A bucket of a target rank is one flat buffer in which each source rank's regions lie together, so that what arrives
-needs no copy: it is received where it stays. The regions are then written into parameters (`transports.copy_regions`),
-in this process or in the engine's.
+needs no copy: it is received where it stays. The regions are then written into parameters (`regions.RegionCopies`), in
+this process or in the engine's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megarl.reshard.checksum import matrix
 from megarl.reshard.plan import ALIGNMENT, Copy, ReshardPlan
+from megarl.reshard.regions import RegionCopies
 from megarl.reshard.transports import BucketRegion, dtype_name
 
 
@@ -53,9 +55,49 @@ def bucket_layouts(bucket: Sequence[Copy], dtype: torch.dtype) -> dict[int, Buck
                 regions.append(BucketRegion(copy.target_parameter, dtype_name(dtype), rows, columns, offset))
                 offset += copy.rect.size * dtype.itemsize
             spans.append(Span(source, start, offset, tuple(copies)))
-            offset = -(-offset // ALIGNMENT) * ALIGNMENT
+            offset = _aligned(offset)
         layouts[target] = BucketLayout(target, tuple(spans), tuple(regions), offset)
     return layouts
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """Bytes to or from another process of the group."""
+
+    peer: int
+    tag: int
+    data: torch.Tensor
+
+
+def exchange_messages(group: Any, sends: Sequence[Message], receives: Sequence[Message]) -> None:
+    """Start all messages as one batch and wait for them; on CUDA it is the current stream that waits.
+
+    Args:
+        group: a group of torch.distributed (None: the default one), or what has the send and recv of such a group: a
+            backend's own object, as a process makes it that joins in nothing else.
+    """
+    if group is None or isinstance(group, dist.ProcessGroup):
+        operations = [_operation(dist.isend, message, group) for message in sends]
+        operations += [_operation(dist.irecv, message, group) for message in receives]
+        works = dist.batch_isend_irecv(operations) if operations else []
+    else:
+        works = _batch(group, sends, receives)
+    for work in works:
+        work.wait()
+
+
+def _operation(kind: Any, message: Message, group: dist.ProcessGroup | None) -> dist.P2POp:
+    peer = message.peer if group is None else dist.get_global_rank(group, message.peer)
+    return dist.P2POp(kind, message.data, peer, group, tag=message.tag)
+
+
+def _batch(group: Any, sends: Sequence[Message], receives: Sequence[Message]) -> list[Any]:
+    coalesces = bool(sends or receives) and getattr(group, "supports_coalescing", False)
+    if coalesces:
+        group._start_coalescing()
+    works = [group.send([message.data], message.peer, message.tag) for message in sends]
+    works += [group.recv([message.data], message.peer, message.tag) for message in receives]
+    return [group._end_coalescing()] if coalesces else works
 
 
 class Executor:
@@ -68,16 +110,14 @@ class Executor:
         rank: int,
         hosts: Sequence[int],
         device: torch.device,
-        group: dist.ProcessGroup | None = None,
-        shared_memory: bool = False,
+        group: Any = None,
     ) -> None:
         """
         Args:
             dtype: of the elements on the wire.
-            rank: this process's rank among the source ranks and in `group`.
+            rank: this process's rank in `group`: first the source ranks, then processes that only receive.
             hosts: per target rank, the process that receives for it.
-            group: all processes that take part; None if this is the only one.
-            shared_memory: buckets go on to another process on a CPU, so they lie where it can map them.
+            group: all processes that take part, see `exchange_messages`.
         """
         assert plan.itemsize == dtype.itemsize, (
             f"the plan counts {plan.itemsize} bytes an element, {dtype} has {dtype.itemsize}"
@@ -85,8 +125,8 @@ class Executor:
         self.plan, self.dtype, self.rank, self.hosts = plan, dtype, rank, tuple(hosts)
         self.device, self.group = device, group
         self._layouts = [bucket_layouts(self._own(bucket), dtype) for bucket in plan.buckets]
-        self._shared_memory = shared_memory
-        self._buffers: dict[int, torch.Tensor] = {}
+        self._outgoing: torch.Tensor | None = None
+        self._packs: dict[int, tuple[tuple[int, ...], RegionCopies]] = {}
 
     @property
     def num_buckets(self) -> int:
@@ -105,63 +145,86 @@ class Executor:
         """The target ranks that this process receives for."""
         return [t for t, host in enumerate(self.hosts) if host == self.rank]
 
-    def exchange(self, bucket: int, parameters: Mapping[str, torch.Tensor]) -> dict[int, torch.Tensor]:
+    def buffer_bytes(self, target_rank: int) -> int:
+        """The size of a buffer that takes each bucket of a target rank which this process hosts."""
+        return max((layouts[target_rank].num_bytes for layouts in self._layouts if target_rank in layouts), default=0)
+
+    def allocate(self) -> dict[int, torch.Tensor]:
+        """A buffer for each target rank that this process hosts; each takes any bucket."""
+        sizes = {target: self.buffer_bytes(target) for target in self.targets()}
+        return {t: torch.empty(size, dtype=torch.uint8, device=self.device) for t, size in sizes.items()}
+
+    def exchange(
+        self, bucket: int, parameters: Mapping[str, torch.Tensor], buffers: Mapping[int, torch.Tensor]
+    ) -> None:
         """Execute one bucket. All processes of the group call it with the same bucket.
 
+        On CUDA all is enqueued on the current stream: wait for it before another process reads the buffers.
+
         Args:
-            parameters: this process's source parameters, by the names of the source layout.
-
-        Returns:
-            per target rank that this process hosts, the flat uint8 buffer; it is overwritten by the next exchange.
+            parameters: this process's source parameters, by the names of the source layout; nothing where it is no
+                source rank.
+            buffers: per target rank that this process hosts, a flat uint8 buffer of `buffer_bytes` at least, which is
+                overwritten. A bucket has the same buffers every time, or its copies are prepared anew.
         """
-        operations: list[dist.P2POp] = []
-        received: dict[int, torch.Tensor] = {}
-        for target, layout in self._layouts[bucket].items():
+        layouts = self._layouts[bucket]
+        packed: list[tuple[Span, torch.Tensor]] = []
+        sends: list[Message] = []
+        receives: list[Message] = []
+        start = 0
+        for target, layout in layouts.items():
             host = self.hosts[target]
-            flat = self._buffer(target, layout.num_bytes) if host == self.rank else None
-            if flat is not None:
-                received[target] = flat
             for span in layout.spans:
-                if span.source_rank == self.rank:
-                    if flat is not None:
-                        self._pack(span, parameters, flat[span.start : span.stop])
-                    else:
-                        outgoing = torch.empty(span.stop - span.start, dtype=torch.uint8, device=self.device)
-                        self._pack(span, parameters, outgoing)
-                        operations.append(dist.P2POp(dist.isend, outgoing, self._global(host), self.group, tag=target))
-                elif flat is not None:
-                    operations.append(
-                        dist.P2POp(
-                            dist.irecv,
-                            flat[span.start : span.stop],
-                            self._global(span.source_rank),
-                            self.group,
-                            tag=target,
-                        )
-                    )
-        for work in dist.batch_isend_irecv(operations) if operations else ():
-            work.wait()
-        return received
+                if host == self.rank:
+                    part = buffers[target][span.start : span.stop]
+                    if span.source_rank != self.rank:
+                        receives.append(Message(span.source_rank, target, part))
+                        continue
+                else:
+                    part = self._outgoing_buffer()[start : start + span.stop - span.start]
+                    start += _aligned(span.stop - span.start)
+                    sends.append(Message(host, target, part))
+                packed.append((span, part))
+        self._pack(bucket, packed, parameters)
+        exchange_messages(self.group, sends, receives)
 
-    def _global(self, rank: int) -> int:
-        return rank if self.group is None else dist.get_global_rank(self.group, rank)
+    def _pack(
+        self, bucket: int, packed: Sequence[tuple[Span, torch.Tensor]], parameters: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Copy the parameters' regions; the copies are prepared anew when a parameter or a buffer has moved."""
+        names = dict.fromkeys(copy.source_parameter for span, _ in packed for copy in span.copies)
+        addresses = (*(parameters[n].data_ptr() for n in names), *(part.data_ptr() for _, part in packed))
+        known = self._packs.get(bucket)
+        if known is None or known[0] != addresses:
+            self._packs[bucket] = known = (addresses, RegionCopies(*self._pack_views(packed, parameters)))
+        known[1].run()
 
-    def _pack(self, span: Span, parameters: Mapping[str, torch.Tensor], flat: torch.Tensor) -> None:
-        values, offset = flat.view(self.dtype), 0
+    def _pack_views(
+        self, packed: Sequence[tuple[Span, torch.Tensor]], parameters: Mapping[str, torch.Tensor]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         targets, sources = [], []
-        for copy in span.copies:
-            rect = copy.source
-            sources.append(matrix(parameters[copy.source_parameter].data)[rect.row0 : rect.row1, rect.col0 : rect.col1])
-            targets.append(values[offset : offset + rect.size].view(rect.num_rows, rect.num_cols))
-            offset += rect.size
-        torch._foreach_copy_(targets, sources)
+        for span, part in packed:
+            values, offset = part.view(self.dtype), 0
+            for copy in span.copies:
+                rect = copy.source
+                whole = matrix(parameters[copy.source_parameter].data)
+                sources.append(whole[rect.row0 : rect.row1, rect.col0 : rect.col1])
+                targets.append(values[offset : offset + rect.size].view(rect.num_rows, rect.num_cols))
+                offset += rect.size
+        return targets, sources
 
-    def _buffer(self, target: int, num_bytes: int) -> torch.Tensor:
-        """A target rank's buffer, made once for its largest bucket: an engine may hold a handle to it."""
-        if target not in self._buffers:
-            largest = max(layouts[target].num_bytes for layouts in self._layouts if target in layouts)
-            buffer = torch.zeros(largest, dtype=torch.uint8, device=self.device)
-            if self._shared_memory and self.device.type == "cpu":
-                buffer.share_memory_()
-            self._buffers[target] = buffer
-        return self._buffers[target][:num_bytes]
+    def _outgoing_buffer(self) -> torch.Tensor:
+        """What this process packs for others, made once for its largest bucket. One is enough: an exchange has ended
+        (on CUDA: in the order of the stream) before the next one packs."""
+        if self._outgoing is None:
+            size = max(map(self._outgoing_bytes, self._layouts))
+            self._outgoing = torch.empty(size, dtype=torch.uint8, device=self.device)
+        return self._outgoing
+
+    def _outgoing_bytes(self, layouts: Mapping[int, BucketLayout]) -> int:
+        spans = [s for t, layout in layouts.items() if self.hosts[t] != self.rank for s in layout.spans]
+        return sum(_aligned(span.stop - span.start) for span in spans if span.source_rank == self.rank)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT

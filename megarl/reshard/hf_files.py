@@ -146,11 +146,13 @@ class FileSaver:
             t: {n: torch.empty(s, dtype=self.dtype) for n, s in target.shard(t).parameters.items()}
             for t in self.executor.targets()
         }
+        buffers = self.executor.allocate()
         for bucket in range(self.executor.num_buckets):
-            for rank, flat in self.executor.exchange(bucket, parameters).items():
+            self.executor.exchange(bucket, parameters, buffers)
+            for rank, flat in buffers.items():
                 layout = self.executor.layout(bucket, rank)
-                assert layout is not None, "a buffer came for a target that gets nothing"
-                copy_regions(whole[rank], layout.regions, flat.cpu())
+                if layout is not None:
+                    copy_regions(whole[rank], layout.regions, flat[: layout.num_bytes].cpu())
         for rank, tensors in whole.items():
             path = os.path.join(folder, file_name(rank, target.num_ranks))
             save_file(tensors, path + ".tmp", metadata={"format": "pt"})

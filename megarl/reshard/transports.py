@@ -1,10 +1,10 @@
 """The last hop of a weight transfer: from a trainer process into SGLang's own parameters, with no copy in between.
 
-The producer packs regions into a flat buffer and passes its handle (CUDA IPC, or a shared-memory file on the CPU) with
-`serialise_bucket`. SGLang hands the bytes to one of the loaders below in each tensor-parallel rank's scheduler process:
+The producer packs regions into a flat buffer; `share` makes a handle of it (CUDA IPC, or a shared-memory file on the
+CPU) that `open_shared` opens in another process. SGLang calls loaders of ours in each tensor-parallel rank's scheduler
+process:
 
-    load_regions          copies the regions of a bucket into SGLang's parameters, in place
-    checksum_regions      sums regions of SGLang's parameters, read back after a transfer
+    channel.load_weights  takes the weights of one sync, bucket by bucket, and verifies them
     describe_parameters   tells which parameters SGLang has
 
 A loader that raises takes SGLang's scheduler with it, and one that returns normally has no way to say more than
@@ -15,13 +15,12 @@ This module is imported by SGLang's scheduler processes: torch and the standard 
 
 from __future__ import annotations
 
-import base64
 import difflib
 import io
 import json
 import os
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
@@ -31,6 +30,8 @@ import torch
 import torch.multiprocessing
 from torch import Tensor, nn
 from torch.multiprocessing import reductions
+
+from megarl.reshard.regions import RegionCopies
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class BucketRegion:
 
     @property
     def nbytes(self) -> int:
-        return (self.rows[1] - self.rows[0]) * (self.columns[1] - self.columns[0]) * _dtype(self.dtype).itemsize
+        return (self.rows[1] - self.rows[0]) * (self.columns[1] - self.columns[0]) * torch_dtype(self.dtype).itemsize
 
 
 @dataclass(frozen=True)
@@ -76,37 +77,47 @@ class ParameterInfo:
     dtype: str
 
 
-# ------------------------------------------------------------------------------------------------ producer
+# ------------------------------------------------------------------------------------------------ buffers
 
 
-def serialise_bucket(regions: Sequence[BucketRegion], flat: Tensor) -> bytes:
-    """A handle on a bucket for the tensor-parallel rank on the same GPU (or, on the CPU, on the same node).
+def allocate_shareable(num_bytes: int, device: torch.device) -> Tensor:
+    """A flat uint8 buffer that `share` can make handles of.
 
-    The bytes hold no weights. Until the consumer has answered, `flat` must stay alive and untouched. A CPU buffer moves
-    into shared memory at the first call and can be filled and sent again from there without a copy; CUDA memory must
-    come from a plain allocation, because expandable segments and torch_memory_saver cannot be shared.
+    CUDA memory must come from a plain allocation: expandable segments and torch_memory_saver cannot be shared.
+    """
+    buffer = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    if not buffer.is_cuda:
+        with _sharing_by_name():
+            buffer.share_memory_()
+    return buffer
 
-    Args:
-        regions: what the buffer holds.
-        flat: contiguous, one dimension, any dtype.
 
-    Raises:
-        ValueError: the buffer is not flat and contiguous, or a region lies outside it.
+def share(flat: Tensor) -> bytes:
+    """A handle on a buffer for one process on the same GPU (or, on the CPU, on the same node). It holds no weights.
+
+    Make one for each process that opens it; `flat` must stay alive as long as any has it open.
     """
     if flat.dim() != 1 or not flat.is_contiguous():
         raise ValueError(f"a bucket must be one contiguous dimension, but has shape {tuple(flat.shape)}")
-    size = flat.numel() * flat.element_size()
-    for region in regions:
-        if region.offset + region.nbytes > size:
-            end = region.offset + region.nbytes
-            raise ValueError(
-                f"{region.parameter}: bytes {region.offset} to {end} lie outside the bucket of {size} bytes"
-            )
-    rows = [[r.parameter, r.dtype, r.rows, r.columns, r.offset] for r in regions]
     with _sharing_by_name():
         stream = io.BytesIO()
-        ForkingPickler(stream, pickle.HIGHEST_PROTOCOL).dump((json.dumps(rows), _share(flat.detach())))
+        ForkingPickler(stream, pickle.HIGHEST_PROTOCOL).dump(_handle(flat.detach()))
     return stream.getvalue()
+
+
+def open_shared(handle: bytes) -> Tensor:
+    """The buffer behind a handle of `share`. On a GPU this takes milliseconds: keep it.
+
+    Raises:
+        ValueError: it lies on a GPU that this process does not see.
+    """
+    shared = pickle.loads(handle)
+    if isinstance(shared, Tensor):
+        return shared
+    device = _device_index(shared[_DEVICE_ARGUMENT])
+    arguments = (*shared[:_DEVICE_ARGUMENT], device, *shared[_DEVICE_ARGUMENT + 1 :])
+    opened: Tensor = reductions.rebuild_cuda_tensor(*arguments)
+    return opened
 
 
 @contextmanager
@@ -124,7 +135,7 @@ _DEVICE_ARGUMENT = 6
 """Where the arguments of torch.multiprocessing.reductions.rebuild_cuda_tensor hold the device."""
 
 
-def _share(flat: Tensor) -> Tensor | tuple[Any, ...]:
+def _handle(flat: Tensor) -> Tensor | tuple[Any, ...]:
     """The tensor itself on the CPU; on a GPU torch's arguments to rebuild it, with the UUID in place of the index.
 
     An index means another GPU in a process that sees other devices (CUDA_VISIBLE_DEVICES).
@@ -138,18 +149,6 @@ def _share(flat: Tensor) -> Tensor | tuple[Any, ...]:
     return (*arguments[:_DEVICE_ARGUMENT], device, *arguments[_DEVICE_ARGUMENT + 1 :])
 
 
-def _open_bucket(payload: bytes) -> tuple[list[BucketRegion], Tensor]:
-    header, shared = pickle.loads(payload)
-    regions = [
-        BucketRegion(name, dtype, tuple(rows), tuple(cols), at) for name, dtype, rows, cols, at in json.loads(header)
-    ]
-    if isinstance(shared, Tensor):
-        return regions, shared
-    device = _device_index(shared[_DEVICE_ARGUMENT])
-    arguments = (*shared[:_DEVICE_ARGUMENT], device, *shared[_DEVICE_ARGUMENT + 1 :])
-    return regions, reductions.rebuild_cuda_tensor(*arguments)
-
-
 def _device_index(uuid: str) -> int:
     visible = [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
     if uuid not in visible:
@@ -158,17 +157,6 @@ def _device_index(uuid: str) -> int:
 
 
 # ------------------------------------------------------------------------------------------------ envelopes
-
-
-def bucket_envelope(reply: str, payload: bytes) -> str:
-    """What `load_regions` gets as a tensor's name: a serialised bucket, and the file to answer in."""
-    return json.dumps({"reply": reply, "payload": base64.b64encode(payload).decode("ascii")})
-
-
-def checksum_envelope(reply: str, regions: Iterable[ChecksumRegion]) -> str:
-    """What `checksum_regions` gets as a tensor's name."""
-    rows = [[r.parameter, r.rows, r.columns, r.canonical_row, r.canonical_column, r.canonical_columns] for r in regions]
-    return json.dumps({"reply": reply, "regions": rows})
 
 
 def describe_envelope(reply: str) -> str:
@@ -183,7 +171,7 @@ def read_reply(path: str) -> Any:
         RuntimeError: the loader failed, with its reason; or it never ran.
     """
     if not os.path.exists(path):
-        raise RuntimeError("SGLang answered, but the loader of megarl.reshard.transports did not run")
+        raise RuntimeError("SGLang answered, but megarl's loader did not run")
     with open(path, encoding="utf-8") as file:
         reply = json.load(file)
     os.unlink(path)
@@ -192,50 +180,39 @@ def read_reply(path: str) -> Any:
     return reply["result"]
 
 
-def _answer(named_tensors: Sequence[tuple[str, Tensor]], work: Callable[[dict[str, Any]], Any]) -> None:
+def answer(named_tensors: Sequence[tuple[str, Tensor]], work: Callable[[dict[str, Any]], Any]) -> None:
     """Run a loader's work and write its result, or why it failed, where its envelope says; whole or not at all."""
     ((name, _),) = named_tensors
     envelope = json.loads(name)
     try:
         reply = {"result": work(envelope)}
     except Exception as error:  # raising would end the scheduler process
-        reply = {"error": f"{type(error).__name__}: {error}" if not isinstance(error, ValueError) else str(error)}
+        reply = {"error": reason(error)}
     partial = envelope["reply"] + ".partial"
     with open(partial, "w", encoding="utf-8") as file:
         json.dump(reply, file)
     os.replace(partial, envelope["reply"])
 
 
+def reason(error: Exception) -> str:
+    """An error as text for the other process: those that we raise speak for themselves, others need their type."""
+    kind = type(error)
+    is_ours = kind in (ValueError, RuntimeError) or kind.__module__.startswith("megarl.")
+    return str(error) if is_ours else f"{kind.__name__}: {error}"
+
+
 # ------------------------------------------------------------------------------------------------ loaders
-
-
-def load_regions(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
-    """SGLang's custom weight loader: copies a bucket into the model's parameters. Result: the number of bytes."""
-    _answer(named_tensors, lambda envelope: _load(model, base64.b64decode(envelope["payload"])))
-
-
-def checksum_regions(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
-    """SGLang's custom weight loader that loads nothing: sums regions of the model. Result: one integer a region."""
-    _answer(named_tensors, lambda envelope: _checksum(model, envelope["regions"]))
 
 
 def describe_parameters(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
     """SGLang's custom weight loader that loads nothing. Result: {name: [shape, dtype]} of the model's parameters."""
-    _answer(named_tensors, lambda _: {n: [list(p.shape), dtype_name(p.dtype)] for n, p in model.named_parameters()})
+    answer(named_tensors, lambda _: {n: [list(p.shape), dtype_name(p.dtype)] for n, p in model.named_parameters()})
 
 
-def _load(model: nn.Module, payload: bytes) -> int:
-    regions, flat = _open_bucket(payload)
-    copied = copy_regions(dict(model.named_parameters()), regions, flat)
-    if torch.cuda.is_available():  # the producer may overwrite the bucket once it has the answer
-        torch.cuda.synchronize()
-    return copied
-
-
-def copy_regions(parameters: Mapping[str, Tensor], regions: Sequence[BucketRegion], flat: Tensor) -> int:
-    """Copy a bucket's regions into the parameters, in place, and return the bytes copied.
-
-    Nothing is written if any region is wrong. The copies are enqueued, not waited for.
+def region_views(
+    parameters: Mapping[str, Tensor], regions: Sequence[BucketRegion], flat: Tensor
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Views of the parameters' rectangles, and of the same in a bucket, both [rows, columns].
 
     Raises:
         ValueError: names the parameter that is unknown, has another dtype, is too small, or is not stored row by row.
@@ -255,10 +232,17 @@ def copy_regions(parameters: Mapping[str, Tensor], regions: Sequence[BucketRegio
             raise ValueError(f"{region.parameter}: the bucket ends after {raw.numel()} bytes, inside the region")
         targets.append(target)
         sources.append(source.view(target.dtype).view(target.shape))
-    with torch.no_grad():
-        if targets:
-            torch._foreach_copy_(targets, sources)
-    return sum(region.nbytes for region in regions)
+    return targets, sources
+
+
+def copy_regions(parameters: Mapping[str, Tensor], regions: Sequence[BucketRegion], flat: Tensor) -> None:
+    """Copy a bucket's regions into the parameters, in place. Nothing is written if any region is wrong. The copies are
+    enqueued, not waited for.
+
+    Raises:
+        ValueError: as `region_views`.
+    """
+    RegionCopies(*region_views(parameters, regions, flat)).run()
 
 
 def parameter_region(
@@ -287,22 +271,12 @@ def parameter_region(
     return matrix[rows[0] : rows[1], columns[0] : columns[1]]
 
 
-def _checksum(model: nn.Module, regions: Sequence[Sequence[Any]]) -> list[int]:
-    from megarl.reshard.checksum import region_checksum
-
-    parameters = dict(model.named_parameters())
-    return [
-        int(region_checksum(parameter_region(parameters, name, rows, columns), row, column, num_columns))
-        for name, rows, columns, row, column, num_columns in regions
-    ]
-
-
 def parse_description(result: Mapping[str, Sequence[Any]]) -> dict[str, ParameterInfo]:
     """The result of `describe_parameters` as {"model.norm.weight": ParameterInfo((64,), "float32")}."""
     return {name: ParameterInfo(tuple(shape), dtype) for name, (shape, dtype) in result.items()}
 
 
-def _dtype(name: str) -> torch.dtype:
+def torch_dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name!r} is no torch dtype")

@@ -8,7 +8,7 @@ from transformers import AutoTokenizer
 
 from megarl.config import Config
 from megarl.engines.sglang import SGLangEngine
-from megarl.reshard.transports import ChecksumRegion
+from megarl.reshard.channel import LoadReport
 from megarl.types import GenerationResult
 from megarl.workers.generation import Group, Job, Scorer
 
@@ -63,11 +63,9 @@ class RolloutWorker:
         assert all(g is not None for g in groups), "the engine returned with requests unanswered"
         return [g for g in groups if g is not None]
 
-    def load_bucket(self, payloads: Sequence[bytes]) -> None:
-        self.engine.load_bucket(payloads)
-
-    def checksums(self, regions: Sequence[Sequence[ChecksumRegion]]) -> list[list[int]]:
-        return self.engine.checksums(regions)
+    def sync(self, number: int, sockets: Sequence[str], version: int, deadline: float) -> list[LoadReport]:
+        """Take the weights of sync `number` and their version; what each tensor-parallel rank says of it."""
+        return self.engine.load_weights(number, sockets, version, deadline)
 
     def set_version(self, version: int) -> None:
         self.engine.set_version(version)

@@ -305,35 +305,39 @@ class TrainerWorker:
 
     # -------------------------------------------------------------------------------------------- weights
 
-    def prepare_sync(self, target: Layout, hosts: Sequence[int]) -> dict[str, Any]:
-        """Plan the sync from the actor to the engine's layout; every rank makes the same plan. hosts: per target rank
-        the trainer rank that shares its GPU and receives for it."""
+    def prepare_sync(self, target: Layout, hosts: Sequence[int], names: Sequence[str]) -> dict[str, Any]:
+        """Plan the sync from the actor to the engine's layout; every rank makes the same plan.
+
+        Args:
+            hosts: per target rank the trainer rank that shares its GPU and receives for it.
+            names: of the target ranks, for errors.
+
+        Returns:
+            facts for the log, and the sockets at which the loaders of this rank's target ranks ask for weights.
+        """
         dtype, source = weights.wire_dtype(self.config), self.layouts["actor"]
         bucket_bytes = self.config.sync.bucket_mb * 2**20
         made = plan(source, target, dtype.itemsize, self.places, [self.places[h] for h in hosts], bucket_bytes)
-        self._sender = weights.WeightSender(made, dtype, self.rank, hosts, device.device(), self.embedded is not None)
         if self.embedded is not None:
             _check_engine_parameters(target, self.rank, self.embedded)
-        return {"num_buckets": len(made.buckets), "summary": str(made.summary())}
+        if self._sender is not None:
+            self._sender.close()
+        group = dist.group.WORLD if self.num_ranks > 1 else None
+        own_names = names if self.embedded is None else None
+        self._sender = weights.WeightSender(made, dtype, self.rank, hosts, device.device(), own_names, group)
+        return {"num_buckets": len(made.buckets), "summary": made.summary(), "sockets": self._sender.sockets}
 
-    def sync_bucket(self, bucket: int) -> dict[int, bytes]:
-        """Exchange one bucket of the sync: straight into the embedded engine, or as payloads for the engines'
-        processes."""
+    def sync(self, number: int, version: int, deadline: float) -> weights.SyncReport:
+        """Sync `number`: send the actor's weights, receive for this rank's engine ranks. Stamps an embedded engine."""
         assert self._sender is not None, "prepare_sync comes first"
+        embedded = self.embedded.parameters() if self.embedded is not None else None
         source = self.engines["actor"].parameters()
-        if self.embedded is not None:
-            self._sender.load_bucket(bucket, source, self.embedded.parameters())
-            return {}
-        return self._sender.export_bucket(bucket, source)
-
-    def sync_checksums(self) -> tuple[list[int], dict[int, list[int]]]:
-        """Checksums of this rank's actor pieces, and of the embedded engine's."""
-        assert self._sender is not None, "prepare_sync comes first"
-        source = self._sender.source_checksums(self.engines["actor"].parameters())
-        target = self._sender.target_checksums(self.embedded.parameters()) if self.embedded is not None else {}
-        return source, target
+        report = self._sender.sync(number, source, embedded, self.config.sync.verify, deadline)
+        self.set_version(version)
+        return report
 
     def set_version(self, version: int) -> None:
+        """Stamp the embedded engine's weights."""
         if self.embedded is not None:
             self.embedded.set_version(version)
 

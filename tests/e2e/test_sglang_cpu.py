@@ -4,32 +4,46 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import copy
 import dataclasses
-import multiprocessing
 import os
+import tempfile
+import time
+import uuid
+from datetime import timedelta
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
 import pytest
 import torch
-from safetensors.torch import load_file
+import torch.distributed as dist
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3MoeConfig
 
-from megarl.config import RolloutConfig, SGLangConfig
+from megarl import config as megarl_config
+from megarl.config import ParallelConfig, RolloutConfig, SGLangConfig
+from megarl.driver.sync import WeightSync
 from megarl.engines.sglang import SGLangEngine
 from megarl.model.families import declare
-from megarl.reshard.checksum import region_checksum
-from megarl.reshard.layouts import sglang_layout
-from megarl.reshard.transports import BucketRegion, ChecksumRegion, serialise_bucket
+from megarl.model.role_layout import role_layout
+from megarl.reshard import hf_files
+from megarl.reshard.channel import UNVERIFIED, Channel, ChannelDelivery
+from megarl.reshard.checksum import TensorChecksums, compare
+from megarl.reshard.executor import Executor
+from megarl.reshard.layouts import hf_layout, sglang_layout
+from megarl.reshard.plan import plan
+from megarl.reshard.transports import BucketRegion
 from megarl.types import GenerationRequest, SamplingParams
+from megarl.workers.weights import WeightSender
+from tests.processes import Party, inject, parties
 
 pytestmark = [
     pytest.mark.sglang,
     pytest.mark.skipif(find_spec("sglang") is None, reason="SGLang is not installed"),
 ]
 
-VOCAB, PADDED_VOCAB, MAX_LENGTH = 99, 128, 40
+VOCAB, MAX_LENGTH = 99, 40
 SIZES = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
@@ -47,6 +61,9 @@ CONFIGS = {
     "llama": LlamaConfig(**SIZES, tie_word_embeddings=False),
     "qwen2-tied": Qwen2Config(**SIZES, tie_word_embeddings=True),
 }
+CONFIG = megarl_config.build(
+    {"model": {"create": {}, "precision": "fp32"}, "data": {"create": {}}, "rollout": {"engine": "sglang"}}
+)
 # On the CPU SGLang pads the experts' width to a multiple of 32 x tensor.
 EXPERTS = Qwen3MoeConfig(
     **SIZES, head_dim=32, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True
@@ -71,7 +88,7 @@ class Replica:
     model: torch.nn.Module
     other_folder: str
     other_model: torch.nn.Module
-    tensor: int
+    trainers: Trainers
 
 
 @contextlib.contextmanager
@@ -93,7 +110,9 @@ def start(kind, tensor, folder, load_weights=True):
         log_file=str(folder / "sglang.log"),
     )
     try:
-        yield Replica(engine, str(folder / "model"), model, str(folder / "other"), other, tensor)
+        trainers = Trainers(config, folder, tensor)
+        with parties(*trainers.parties):
+            yield Replica(engine, str(folder / "model"), model, str(folder / "other"), other, trainers)
     finally:
         engine.shutdown()
     assert not engine.is_alive
@@ -131,93 +150,80 @@ def logprobs_of(model, request, result, temperature=1.0):
     return torch.log_softmax(logits, -1).gather(1, torch.from_numpy(result.response_ids)[:, None])[:, 0].numpy()
 
 
-# ---------------------------------------------------------------------------------------- a trainer, by hand
+# ---------------------------------------------------------------------------------------- trainers
+
+NUM_TRAINERS = 4
+PARALLEL = ParallelConfig(tensor=2, pipeline=2)
+CPU = torch.device("cpu")
 
 
-def pieces(state, rank, tensor):
-    """What SGLang's rank holds: (its parameter, first row there, canonical name, rows, columns)."""
-    for name, weight in state.items():
-        rows = weight.shape[0]
-        columns = weight.shape[1] if weight.dim() > 1 else 1
-        own = slice(rank * rows // tensor, (rank + 1) * rows // tensor)
-        if "embed_tokens" in name or "lm_head" in name:
-            size = PADDED_VOCAB // tensor
-            yield name, 0, name, slice(rank * size, min((rank + 1) * size, VOCAB)), slice(0, columns)
-        elif part := next((p for p in ("q_proj", "k_proj", "v_proj") if p in name), None):
-            heads = {p: state[name.replace(part, p)].shape[0] // tensor for p in ("q_proj", "k_proj", "v_proj")}
-            start = {"q_proj": 0, "k_proj": heads["q_proj"], "v_proj": heads["q_proj"] + heads["k_proj"]}[part]
-            yield name.replace(part, "qkv_proj"), start, name, own, slice(0, columns)
-        elif "gate_proj" in name:
-            yield name.replace("gate_proj", "gate_up_proj"), 0, name, own, slice(0, columns)
-        elif "up_proj" in name:
-            yield name.replace("up_proj", "gate_up_proj"), rows // tensor, name, own, slice(0, columns)
-        elif "o_proj" in name or "down_proj" in name:
-            cut = slice(rank * columns // tensor, (rank + 1) * columns // tensor)
-            yield name, 0, name, slice(0, rows), cut
-        else:
-            yield name, 0, name, slice(0, rows), slice(0, columns)
+class Trainer:
+    """A rank of Megatron's layout tp2 x pp2 without Megatron: its parameters come from a folder, and go to SGLang."""
+
+    def __init__(self, config, store, rank, tensor, fault=None):
+        tempfile.tempdir = os.path.dirname(store)  # where its sockets lie when it is killed
+        file_store = dist.FileStore(store, NUM_TRAINERS)
+        group = dist.ProcessGroupGloo(file_store, rank, NUM_TRAINERS, timedelta(seconds=30))
+        self.whole = hf_layout(declare(config))
+        self.layout, self.rank = role_layout("actor", config, PARALLEL, NUM_TRAINERS, fused_norms=False), rank
+        self.parameters = {n: torch.zeros(s) for n, s in self.layout.shard(rank).parameters.items()}
+        made = plan(self.layout, target_layout(config, tensor), 4, bucket_bytes=16_000)
+        assert len(made.buckets) > 5
+        names = [f"SGLang tensor rank {t} of replica 0" for t in range(tensor)]
+        self.sender = WeightSender(made, torch.float32, rank, range(tensor), CPU, names, group)
+        if fault is not None:
+            inject(Executor, "exchange", *fault)
+
+    def sockets(self):
+        return self.sender.sockets
+
+    def sync(self, number, folder, verify):
+        hf_files.load(folder, self.layout, self.rank, self.parameters, self.whole)
+        return self.sender.sync(number, self.parameters, None, verify, 60.0)
 
 
-def canonical_values(state, name, rows, columns):
-    weight = state[name]
-    return (weight if weight.dim() > 1 else weight[:, None])[rows, columns].contiguous()
+def target_layout(config, tensor):
+    return sglang_layout(declare(config), tensor, 1, 64)
 
 
-def pack(state, rank, tensor):
-    regions, values, offset = [], [], 0
-    for parameter, row, name, rows, columns in pieces(state, rank, tensor):
-        part = canonical_values(state, name, rows, columns)
-        regions.append(BucketRegion(parameter, "float32", (row, row + len(part)), (0, part.shape[1]), offset))
-        values.append(part.flatten())
-        offset += part.numel() * 4
-    return regions, torch.cat(values)
+class Trainers:
+    """All ranks of the trainers. fault: of rank 1, see `inject`."""
+
+    def __init__(self, config, folder, tensor, fault=None):
+        self.config, self.tensor, self.number = config, tensor, 0
+        store = str(folder / f"store{uuid.uuid4().hex}")
+        faults = {1: fault}
+        self.parties = [Party(Trainer, config, store, r, tensor, faults.get(r)) for r in range(NUM_TRAINERS)]
+        found = {t: path for party in self.parties for t, path in party.call("sockets").items()}
+        self.sockets = [found[t] for t in range(tensor)]
+
+    def start(self, folder, verify):
+        self.number += 1
+        for party in self.parties:
+            party.start("sync", self.number, folder, verify)
+
+    def results(self):
+        return [party.result() for party in self.parties]
+
+    def check(self, sent, loaded):
+        """What SGLang holds is what was sent."""
+        assert [report.differences for report in loaded] == [[]] * self.tensor
+        source = role_layout("actor", self.config, PARALLEL, NUM_TRAINERS, fused_norms=False)
+        expected = TensorChecksums(source, range(NUM_TRAINERS)).of({r: report.sums for r, report in enumerate(sent)})
+        target = TensorChecksums(target_layout(self.config, self.tensor), range(self.tensor))
+        compare(expected, target.of({t: report.sums for t, report in enumerate(loaded)}), "replica 0")
 
 
-def train(folder, tensor, connection):
-    """The trainer's process: shares a bucket a rank, and keeps it until it is told that it was copied."""
-    state = load_file(os.path.join(folder, "model.safetensors"))
-    packed = [pack(state, rank, tensor) for rank in range(tensor)]
-    connection.send([serialise_bucket(regions, flat) for regions, flat in packed])
-    connection.recv()
-
-
-@contextlib.contextmanager
-def trainer(folder, tensor):
-    here, there = multiprocessing.Pipe()
-    # Forked, for speed: it calls nothing of SGLang's.
-    process = multiprocessing.get_context("fork").Process(target=train, args=(folder, tensor, there), daemon=True)
-    process.start()
-    try:
-        assert here.poll(60)
-        yield here.recv()
-    finally:
-        here.send("copied")
-        process.join(20)
-    assert process.exitcode == 0
-
-
-def load_and_verify(replica, folder, model, version):
-    """Load weights from a trainer, then compare answers with transformers and checksums with the file."""
-    with trainer(folder, replica.tensor) as payloads, replica.engine.update_session():
-        replica.engine.load_bucket(payloads, version=version)
+def load_and_verify(replica, trainers, folder, model, version, verify="checksum"):
+    """Take weights from the trainers, then compare answers with transformers, and checksums."""
+    trainers.start(folder, verify)
+    loaded = replica.engine.load_weights(trainers.number, trainers.sockets, version)
+    trainers.check(trainers.results(), loaded)
     replica.engine.flush_cache()
     requests = make_requests(temperature=0.0)
     results = replica.engine.generate(requests)
     assert_greedy_as(model, requests, results)
     assert {r.weight_version for r in results} == {version} == {replica.engine.weight_version}
-
-    state = load_file(os.path.join(folder, "model.safetensors"))
-    regions, expected = [], []
-    for rank in range(replica.tensor):
-        regions.append([])
-        expected.append([])
-        for parameter, row, name, rows, columns in pieces(state, rank, replica.tensor):
-            part = canonical_values(state, name, rows, columns)
-            width = state[name].shape[1] if state[name].dim() > 1 else 1
-            place = (rows.start, columns.start, width)
-            regions[rank].append(ChecksumRegion(parameter, (row, row + len(part)), (0, part.shape[1]), *place))
-            expected[rank].append(region_checksum(part, *place))
-    assert replica.engine.checksums(regions) == expected
 
 
 # ---------------------------------------------------------------------------------------- tests
@@ -267,27 +273,55 @@ def test_a_refused_request_raises_with_sglangs_reason(replica):
         replica.engine.generate([request])
 
 
-def test_weights_of_another_process_are_taken_in_place(replica):
-    load_and_verify(replica, replica.other_folder, replica.other_model, version=7)
-    load_and_verify(replica, replica.folder, replica.model, version=8)
+def test_weights_of_the_trainers_are_taken_in_place(replica):
+    """They change between the syncs; the engine is what a folder of the trainers' weights is under transformers."""
+    load_and_verify(replica, replica.trainers, replica.other_folder, replica.other_model, version=7)
+    load_and_verify(replica, replica.trainers, replica.folder, replica.model, version=8, verify="bitwise")
 
 
 def test_parameters_are_described(replica):
     (parameters,) = replica.engine.parameter_shapes()
     assert parameters["model.layers.0.self_attn.qkv_proj.weight"].shape == (128, 64)
     assert parameters["model.norm.weight"].dtype == "float32"
-    tied = replica.model.config.tie_word_embeddings
-    assert ("lm_head.weight" in parameters) != tied
-    state = load_file(os.path.join(replica.folder, "model.safetensors"))
-    assert set(parameters) == {piece[0] for piece in pieces(state, 0, 1)}
+    config = replica.model.config
+    assert ("lm_head.weight" in parameters) != config.tie_word_embeddings
+    assert {n: tuple(p.shape) for n, p in parameters.items()} == dict(target_layout(config, 1).shard(0).parameters)
+
+
+def test_a_parameter_that_the_plan_or_the_engine_lacks_is_an_error_before_the_first_sync(replica):
+    rank = {name: (info.shape, info.dtype) for name, info in replica.engine.parameter_shapes()[0].items()}
+    rollout = SimpleNamespace(embedded=False, parameters=lambda: [[rank]])
+    other = copy.deepcopy(replica.model.config)
+    other.tie_word_embeddings = not other.tie_word_embeddings
+    sync = WeightSync(CONFIG, SimpleNamespace(), rollout, other)
+    missing = "in the plan" if other.tie_word_embeddings else "in the engine"
+    with pytest.raises(
+        ValueError, match=f"SGLang replica 0, tensor rank 0: parameter lm_head.weight .*missing {missing}"
+    ):
+        sync.prepare()
 
 
 def test_a_wrong_parameter_is_named_and_the_engine_lives(replica):
-    bucket = serialise_bucket([BucketRegion("model.nrm.weight", "float32", (0, 1), (0, 1), 0)], torch.zeros(1))
-    with pytest.raises(RuntimeError, match="rank 0: model.nrm.weight: .* the nearest is model.norm.weight"):
-        replica.engine.load_bucket([bucket])
+    """The host believes in a parameter that SGLang does not have."""
+    regions = [[BucketRegion("model.nrm.weight", "float32", (0, 1), (0, 1), 0)]]
+    host = Channel("SGLang tensor rank 0", "float32", regions, [], 4, CPU)
+
+    def deliver():
+        delivery = ChannelDelivery(host, 1, "off", time.monotonic() + 30)
+        delivery.filled(0, comparing=False)
+        delivery.finish()
+        return delivery.failure
+
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        failure = pool.submit(deliver)
+        with pytest.raises(RuntimeError, match="rank 0: model.nrm.weight: .* the nearest is model.norm.weight"):
+            replica.engine.load_weights(1, [host.path], 99)
+        assert "SGLang tensor rank 0: model.nrm.weight: the engine has no such parameter" in str(failure.result(30))
+    assert replica.engine.weight_version == UNVERIFIED
     requests = make_requests(2, temperature=0.0)
-    assert_greedy_as(replica.model, requests, replica.engine.generate(requests))
+    results = replica.engine.generate(requests)
+    assert {r.weight_version for r in results} == {UNVERIFIED}
+    assert_greedy_as(replica.model, requests, results)
 
 
 def test_sleep_and_wake_do_nothing_without_a_gpu(replica):
@@ -300,48 +334,42 @@ def test_sleep_and_wake_do_nothing_without_a_gpu(replica):
 
 def test_experts_arrive_by_the_layout(tmp_path):
     """What a layout says of SGLang's fused expert tensors is what SGLang computes with."""
-    layout = sglang_layout(declare(EXPERTS), 2, 1, 64)
+    layout = target_layout(EXPERTS, 2)
     with start("qwen3_moe", 2, tmp_path, load_weights=False) as replica:
         for rank, parameters in enumerate(replica.engine.parameter_shapes()):
             assert {n: tuple(p.shape) for n, p in parameters.items()} == dict(layout.shard(rank).parameters)
-        state = load_file(os.path.join(replica.other_folder, "model.safetensors"))
-        buckets = []
-        for rank in range(2):
-            regions, values, offset = [], [], 0
-            for piece in layout.shard(rank).pieces:
-                rect, local = piece.rect, piece.local
-                part = canonical_values(state, piece.tensor, slice(rect.row0, rect.row1), slice(rect.col0, rect.col1))
-                rows, columns = (local.row0, local.row1), (local.col0, local.col1)
-                regions.append(BucketRegion(piece.parameter, "float32", rows, columns, offset))
-                values.append(part.flatten())
-                offset += part.numel() * 4
-            flat = torch.cat(values)
-            buckets.append((serialise_bucket(regions, flat), flat))
-        with replica.engine.update_session():
-            replica.engine.load_bucket([bucket for bucket, _ in buckets], version=1)
-        replica.engine.flush_cache()
-        requests = make_requests(4, temperature=0.0)
-        assert_greedy_as(replica.other_model, requests, replica.engine.generate(requests))
+        load_and_verify(replica, replica.trainers, replica.other_folder, replica.other_model, version=1)
 
 
 def test_two_ranks_that_read_no_weights_and_the_end_of_one(tmp_path):
     with start("qwen2-tied", 2, tmp_path, load_weights=False) as replica:
         shapes = [p["model.layers.0.mlp.down_proj.weight"].shape for p in replica.engine.parameter_shapes()]
         assert shapes == [(64, 64), (64, 64)]
-        load_and_verify(replica, replica.other_folder, replica.other_model, version=1)
-        wrong = serialise_bucket([BucketRegion("model.norm.weight", "float32", (60, 65), (0, 1), 0)], torch.zeros(5))
-        right = serialise_bucket([BucketRegion("model.norm.weight", "float32", (60, 64), (0, 1), 0)], torch.zeros(4))
-        with pytest.raises(RuntimeError, match="rank 1: model.norm.weight: rows 60 to 65"):
-            replica.engine.load_bucket([right, wrong])
+        load_and_verify(replica, replica.trainers, replica.other_folder, replica.other_model, version=1)
 
-        answers = replica.engine.stream(make_requests(2, max_new_tokens=MAX_LENGTH - 4))
+        # A trainer dies in a sync; the engine lives, and others take its place.
+        broken = Trainers(replica.model.config, tmp_path, 2, fault=(2, "die"))
+        with parties(*broken.parties):
+            broken.start(replica.folder, "checksum")
+            with pytest.raises(RuntimeError, match=r"rank [01]: the trainer went away in bucket \d+ of \d+"):
+                replica.engine.load_weights(1, broken.sockets, 2)
+            assert broken.results()[1] == "dead"
+        load_and_verify(replica, replica.trainers, replica.folder, replica.model, version=3, verify="bitwise")
+
+        # A rank of the engine dies in a sync: the trainers that do not serve it need not know.
         # The other tests' replica, with one rank, may be running too.
         scheduler = next(p for p in psutil.Process().children() if "scheduler_TP1" in p.cmdline()[0])
-        scheduler.suspend()  # so that the answers cannot come before it ends
+        scheduler.suspend()  # so that it cannot take its weights before it ends
+        replica.trainers.start(replica.folder, "checksum")
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
-            waiting = pool.submit(next, answers)
+            sockets, number = replica.trainers.sockets, replica.trainers.number
+            waiting = pool.submit(replica.engine.load_weights, number, sockets, 4)
+            time.sleep(0.5)
             scheduler.kill()
             with pytest.raises(RuntimeError, match="SGLang has died"):
                 waiting.result(timeout=30)
+        sent = replica.trainers.results()
+        assert "SGLang tensor rank 1 of replica 0: " in str(sent[1])
+        assert not any(isinstance(report, RuntimeError) for report in sent[2:])
         with pytest.raises(RuntimeError, match="SGLang has died"):
             replica.engine.generate(make_requests(1))

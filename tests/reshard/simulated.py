@@ -106,6 +106,17 @@ def on_every_rank(num_ranks: int, work: Callable[[int], Result]) -> list[Result]
     return [results[rank] for rank in range(num_ranks)]
 
 
+def receive(own: Executor, source: Parameters, targets: Sequence[Parameters]) -> None:
+    """A process's part in all buckets: what arrives goes into the parameters of the target ranks that it hosts."""
+    buffers = own.allocate()
+    for bucket in range(own.num_buckets):
+        own.exchange(bucket, source, buffers)
+        for target, flat in buffers.items():
+            layout = own.layout(bucket, target)
+            if layout is not None:
+                copy_regions(targets[target], layout.regions, flat)
+
+
 def execute(
     plan: ReshardPlan, dtype: torch.dtype, sources: Sequence[Parameters], targets: Sequence[Parameters]
 ) -> None:
@@ -113,11 +124,7 @@ def execute(
 
     def work(rank: int) -> None:
         own = Executor(plan, dtype, rank, range(len(targets)), CPU)
-        for bucket in range(own.num_buckets):
-            for target, flat in own.exchange(bucket, sources[rank] if rank < len(sources) else {}).items():
-                layout = own.layout(bucket, target)
-                assert layout is not None
-                copy_regions(targets[target], layout.regions, flat)
+        receive(own, sources[rank] if rank < len(sources) else {}, targets)
 
     on_every_rank(max(len(sources), len(targets)), work)
 

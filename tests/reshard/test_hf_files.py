@@ -14,7 +14,7 @@ import torch.distributed as dist
 import transformers
 from harness import run
 from safetensors.torch import load_file, save_file
-from simulated import CPU, Parameters, allocate, assert_equal, execute, on_every_rank
+from simulated import CPU, Parameters, allocate, assert_equal, execute, on_every_rank, receive
 from tiny_models import megatron, tiny_config
 
 from megarl.model.families import declare
@@ -23,9 +23,8 @@ from megarl.reshard import hf_files
 from megarl.reshard.executor import Executor
 from megarl.reshard.hf_files import FileSaver
 from megarl.reshard.layout import Layout
-from megarl.reshard.layouts import hf_files_layout, hf_layout, sglang_layout
+from megarl.reshard.layouts import hf_files_layout, hf_layout, megatron_layout, sglang_layout
 from megarl.reshard.plan import ReshardPlan, plan
-from megarl.reshard.transports import copy_regions
 
 BUCKET = 4096
 
@@ -259,7 +258,7 @@ def test_a_failed_save_leaves_no_file_under_the_final_name(
 
 def save_over_gloo(grid: RankGrid, source: str, folder: str, num_files: int, tied: bool) -> list[str]:
     declaration = declare(tiny_config("qwen2", tied))
-    middle, _ = megatron(declaration, tensor=grid.parallel.tensor, pipeline=grid.parallel.pipeline)
+    middle = megatron_layout(declaration, grid, 8, fused_norms=False)
     rank = dist.get_rank()
     own = allocate(middle, torch.float32)[rank]
     hf_files.load(source, middle, rank, own, hf_layout(declaration))
@@ -270,13 +269,21 @@ def save_over_gloo(grid: RankGrid, source: str, folder: str, num_files: int, tie
     return names
 
 
-@pytest.mark.parametrize(("tensor", "pipeline", "num_files"), [(2, 1, 1), (1, 2, 3), (2, 2, 3)])
+@pytest.mark.parametrize(
+    ("sizes", "num_files", "tied"),
+    [
+        ({"tensor": 2}, 1, True),
+        ({"pipeline": 2}, 3, False),
+        ({"tensor": 2, "pipeline": 2}, 3, True),
+        ({"pipeline": 2, "first_stage_layers": 1}, 3, True),
+        ({"pipeline": 3, "first_stage_layers": 1, "last_stage_layers": 1}, 2, False),
+    ],
+)
 def test_saving_over_gloo_writes_the_same_bytes_as_in_one_process(
-    folders: dict, tensor: int, pipeline: int, num_files: int, tmp_path: Path
+    folders: dict, sizes: dict[str, int], num_files: int, tied: bool, tmp_path: Path
 ) -> None:
-    tied = tensor == 2
     declaration = declare(tiny_config("qwen2", tied))
-    middle, grid = megatron(declaration, tensor=tensor, pipeline=pipeline)
+    middle, grid = megatron(declaration, **sizes)
     together, alone = tmp_path / "gloo", tmp_path / "alone"
     run(save_over_gloo, grid.num_ranks, grid, folders[tied, True], str(together), num_files, tied, deadline=30.0)
     made = plan(middle, hf_files_layout(declaration, num_files), 4, bucket_bytes=BUCKET)
@@ -291,17 +298,16 @@ def exchange_over_gloo(made: ReshardPlan, source: list[Parameters], hosts: list[
     """All processes host the target ranks of `hosts`; returns the parameters of those that this process hosts."""
     rank = dist.get_rank()
     own = Executor(made, torch.float32, rank, hosts, CPU, dist.group.WORLD)
-    arrived = {t: p for t, p in enumerate(allocate(made.target, torch.float32)) if t in own.targets()}
-    values = source[rank] if rank < len(source) else {}
-    for bucket in range(own.num_buckets):
-        for at, flat in own.exchange(bucket, values).items():
-            layout = own.layout(bucket, at)
-            assert layout is not None
-            copy_regions(arrived[at], layout.regions, flat)
-    return [{n: t.numpy() for n, t in arrived[at].items()} for at in sorted(arrived)]
+    arrived = allocate(made.target, torch.float32)
+    receive(own, source[rank] if rank < len(source) else {}, arrived)
+    return [{n: t.numpy() for n, t in arrived[at].items()} for at in own.targets()]
 
 
-@pytest.mark.parametrize("hosts", [[0, 1, 2, 3], [3, 3, 1, 0]], ids=["one each", "two on one process"])
+@pytest.mark.parametrize(
+    "hosts",
+    [[0, 1, 2, 3], [3, 3, 1, 0], [4, 5, 4, 2]],
+    ids=["one each", "two on one process", "processes that only receive"],
+)
 def test_exchange_over_gloo_brings_what_the_simulation_brings(folders: dict, hosts: list[int]) -> None:
     declaration = declare(tiny_config("qwen2", True))
     source, _ = megatron(declaration, tensor=2, pipeline=2)
@@ -311,7 +317,7 @@ def test_exchange_over_gloo_brings_what_the_simulation_brings(folders: dict, hos
     assert len(made.buckets) > 2
     expected = allocate(target, torch.float32)
     execute(made, torch.float32, held, expected)
-    results = run(exchange_over_gloo, 4, made, held, hosts, deadline=30.0)
+    results = run(exchange_over_gloo, max(3, *hosts) + 1, made, held, hosts, deadline=30.0)
     for process, found in enumerate(results):
         targets = [t for t, host in enumerate(hosts) if host == process]
         for at, parameters in zip(targets, found, strict=True):

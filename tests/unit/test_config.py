@@ -98,7 +98,7 @@ def test_an_unknown_key_comes_with_the_nearest_known_one(sections: dict[str, Any
             "sync",
             "verify",
             False,  # what YAML makes of a bare `off`
-            "sync.verify: is False (bool), but must be checksum or off",
+            "sync.verify: is False (bool), but must be checksum or bitwise or off",
         ),
     ],
 )

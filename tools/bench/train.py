@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from transformers import LlamaConfig, Qwen2Config
+from shapes import SHAPES, make_config
 
 from megarl.config import ActorConfig, CriticConfig, OptimizerConfig, ParallelConfig, RecomputeConfig
 from megarl.data.packing import PackedBatch, TokenSequence, pack
@@ -30,59 +30,6 @@ from megarl.engines.flops import peak_flops, train_flops
 from megarl.engines.megatron import MegatronEngine
 from megarl.engines.objectives import policy_objective, value_objective
 from megarl.parallel import device
-
-SHAPES: dict[str, dict[str, Any]] = {
-    "tiny": {
-        "kind": "llama",
-        "hidden": 128,
-        "layers": 2,
-        "heads": 4,
-        "kv_heads": 2,
-        "ffn": 256,
-        "vocab": 512,
-        "tied": False,
-    },
-    "smollm2-135m": {
-        "kind": "llama",
-        "hidden": 576,
-        "layers": 30,
-        "heads": 9,
-        "kv_heads": 3,
-        "ffn": 1536,
-        "vocab": 49152,
-        "tied": True,
-    },
-    "qwen2.5-0.5b": {
-        "kind": "qwen2",
-        "hidden": 896,
-        "layers": 24,
-        "heads": 14,
-        "kv_heads": 2,
-        "ffn": 4864,
-        "vocab": 151936,
-        "tied": True,
-    },
-    "qwen2.5-1.5b": {
-        "kind": "qwen2",
-        "hidden": 1536,
-        "layers": 28,
-        "heads": 12,
-        "kv_heads": 2,
-        "ffn": 8960,
-        "vocab": 151936,
-        "tied": True,
-    },
-    "llama-3.1-8b": {
-        "kind": "llama",
-        "hidden": 4096,
-        "layers": 32,
-        "heads": 32,
-        "kv_heads": 8,
-        "ffn": 14336,
-        "vocab": 128256,
-        "tied": False,
-    },
-}
 
 
 def main() -> None:
@@ -93,14 +40,16 @@ def main() -> None:
     os.environ.setdefault("MASTER_PORT", "29533")
     dist.init_process_group(device.backend(), rank=rank, world_size=world, timeout=timedelta(seconds=300))
     parallel = ParallelConfig(args.tensor, args.pipeline, args.virtual_pipeline, args.context, sequence=args.sequence)
-    hf_config = make_config(SHAPES[args.shape])
+    hf_config = make_config(args.shape)
+    recompute = RecomputeConfig(args.recompute, args.modules, args.recompute_layers, not args.keep_swiglu)
     engine = MegatronEngine(
         args.role,
         hf_config,
         parallel,
         precision="bf16" if device.is_cuda() else "fp32",
         optimizer=OptimizerConfig(lr=1e-6),
-        recompute=RecomputeConfig(args.recompute),
+        recompute=recompute,
+        offload_activations=args.offload,
         fused_output=not args.whole_logits,
         compiles=not args.no_compile,
         chunk_size=args.chunk,
@@ -139,6 +88,8 @@ def main() -> None:
     }
     result |= {
         "recompute": args.recompute,
+        "swiglu_kept": args.keep_swiglu,
+        "offload": args.offload,
         "fused_output": not args.whole_logits,
         "chunk": args.chunk,
         "compile": not args.no_compile,
@@ -148,20 +99,6 @@ def main() -> None:
     if rank == 0:
         print(json.dumps(result), flush=True)
     dist.destroy_process_group()
-
-
-def make_config(shape: dict[str, Any]) -> Any:
-    cls = {"llama": LlamaConfig, "qwen2": Qwen2Config}[shape["kind"]]
-    return cls(
-        hidden_size=shape["hidden"],
-        num_hidden_layers=shape["layers"],
-        num_attention_heads=shape["heads"],
-        num_key_value_heads=shape["kv_heads"],
-        intermediate_size=shape["ffn"],
-        vocab_size=shape["vocab"],
-        tie_word_embeddings=shape["tied"],
-        max_position_embeddings=32768,
-    )
 
 
 def make_batches(args: argparse.Namespace, vocab: int, multiple: int) -> list[PackedBatch]:
@@ -202,15 +139,36 @@ def median_seconds(work: Any, warmup: int, steps: int) -> tuple[float, float]:
 
 
 def profile(work: Any) -> None:
-    from torch.profiler import ProfilerActivity
+    from torch.profiler import ProfilerActivity, schedule
     from torch.profiler import profile as torch_profile
 
     activity = ProfilerActivity.CUDA if device.is_cuda() else ProfilerActivity.CPU
-    with torch_profile(activities=[activity]) as found:
-        work()
-        device.synchronize()
+    # The third of three steps: the clocks of a GPU that was idle are not those of one at work.
+    with torch_profile(activities=[activity], schedule=schedule(wait=0, warmup=2, active=1, repeat=1)) as found:
+        for _ in range(3):
+            work()
+            device.synchronize()
+            found.step()
     key = "cuda_time_total" if device.is_cuda() else "cpu_time_total"
-    print(found.key_averages().table(sort_by=key, row_limit=30, max_name_column_width=80), flush=True)
+    print(found.key_averages().table(sort_by=key, row_limit=40, max_name_column_width=90), flush=True)
+    if device.is_cuda():
+        print(idle_times(found.events()), flush=True)
+
+
+def idle_times(events: Any, count: int = 12) -> str:
+    """How long the GPU stood still in all, and the longest times with the kernels before and behind."""
+    kernels = sorted((e for e in events if e.device_type.name == "CUDA"), key=lambda e: e.time_range.start)
+    gaps, end, last = [], kernels[0].time_range.start, kernels[0].name
+    for kernel in kernels:
+        if kernel.time_range.start > end:
+            gaps.append((kernel.time_range.start - end, last, kernel.name))
+        if kernel.time_range.end > end:
+            end, last = kernel.time_range.end, kernel.name
+    span = end - kernels[0].time_range.start
+    lines = [f"the GPU stood still for {sum(g[0] for g in gaps) / 1e3:.1f} of {span / 1e3:.1f} ms"]
+    for gap, before, behind in sorted(gaps, reverse=True)[:count]:
+        lines.append(f"{gap / 1e3:8.2f} ms between {before[:60]} and {behind[:60]}")
+    return "\n".join(lines)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -224,12 +182,16 @@ def parse_arguments() -> argparse.Namespace:
     for name in ("tensor", "pipeline", "virtual-pipeline", "context"):
         parser.add_argument(f"--{name}", type=int, default=1)
     parser.add_argument("--sequence", action="store_true", help="sequence parallel")
-    parser.add_argument("--recompute", choices=("none", "selective", "full"), default="none")
+    parser.add_argument("--recompute", choices=("none", "selective", "block", "full"), default="none")
+    parser.add_argument("--modules", nargs="+", default=["core_attn"], help="of selective recompute")
+    parser.add_argument("--recompute-layers", type=int, default=1, help="recompute.num_layers, of block and full")
+    parser.add_argument("--keep-swiglu", action="store_true", help="recompute.swiglu=false")
+    parser.add_argument("--offload", nargs="+", default=[], help="modules whose activations wait in host memory")
     parser.add_argument(
         "--whole-logits", action="store_true", help="do not fuse the output projection with the log-probs"
     )
     parser.add_argument("--chunk", type=int, default=4096, help="tokens whose logits are held in float32 at once")
-    parser.add_argument("--no-compile", action="store_true", help="do not use torch.compile")
+    parser.add_argument("--no-compile", action="store_true", help="model.compile=false: no kernels of our own")
     parser.add_argument("--entropy", action="store_true", help="compute the entropy too")
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--steps", type=int, default=7)

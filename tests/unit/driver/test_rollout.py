@@ -109,14 +109,16 @@ def test_batches_come_in_the_order_of_submission(gathered: list[Any]) -> None:
     assert gathered[1][0] == [Callee("SGLang replica 0", "h0")]
 
 
-def test_each_replica_gets_the_payloads_of_its_ranks(gathered: list[Any]) -> None:
+def test_each_replica_gets_the_sockets_of_its_ranks() -> None:
     """Three replicas of two ranks."""
     workers = [Worker(i) for i in range(3)]
-    Rollout(CONFIG, workers, ["h"] * 3, embedded=False).load_bucket([b"0", b"1", b"2", b"3", b"4", b"5"])
+    made = Rollout(CONFIG, workers, ["h0", "h1", "h2"], embedded=False)
+    calls = made.start_sync(4, ["s0", "s1", "s2", "s3", "s4", "s5"], 9, 7.0)
+    assert calls == [((i, "sync"), Callee(f"SGLang replica {i}", f"h{i}")) for i in range(3)]
     assert [w.called for w in workers] == [
-        [("load_bucket", [b"0", b"1"])],
-        [("load_bucket", [b"2", b"3"])],
-        [("load_bucket", [b"4", b"5"])],
+        [("sync", 4, ["s0", "s1"], 9, 7.0)],
+        [("sync", 4, ["s2", "s3"], 9, 7.0)],
+        [("sync", 4, ["s4", "s5"], 9, 7.0)],
     ]
 
 

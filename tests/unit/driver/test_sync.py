@@ -1,7 +1,9 @@
-"""The order of a weight sync as the driver leads it, and what it refuses."""
+"""A weight sync as the driver leads it, and what it refuses."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,10 +12,16 @@ import torch
 from transformers import LlamaConfig
 
 from megarl import config
-from megarl.driver.sync import WeightSync
+from megarl.driver import sync as driver_sync
+from megarl.driver.sync import PATIENCE, WeightSync, gather_both
 from megarl.model.families import declare
-from megarl.reshard.checksum import piece_checksums
+from megarl.reshard.channel import UNVERIFIED, Difference, LoadReport
+from megarl.reshard.checksum import piece_regions
+from megarl.reshard.layout import Layout
 from megarl.reshard.layouts import sglang_layout
+from megarl.reshard.regions import RegionSums
+from megarl.workers.calls import Callee, WorkerError
+from megarl.workers.weights import SyncReport
 
 SHAPE = LlamaConfig(
     hidden_size=8, num_attention_heads=2, num_key_value_heads=2, intermediate_size=6, num_hidden_layers=1, vocab_size=64
@@ -24,18 +32,36 @@ CONFIG = config.build(
         "data": {"create": {}},
         "cluster": {"gpus_per_node": 4},
         "rollout": {"tensor": 2, "n": 2},
+        "run": {"deadline": 100},
         "algorithm": {"advantage": "rloo"},
     }
 )
 TARGET = sglang_layout(declare(SHAPE), 2, 2, 64)
 
 
+def zeros(layout: Layout, rank: int) -> dict[str, torch.Tensor]:
+    return {name: torch.zeros(tuple(shape)) for name, shape in layout.shard(rank).parameters.items()}
+
+
+def sums(layout: Layout, rank: int, parameters: dict[str, torch.Tensor]) -> list[int]:
+    return RegionSums(piece_regions(layout.shard(rank).pieces, parameters, layout), torch.float32).run()
+
+
+class Method:
+    """A remote method: the call's reference is what it will give."""
+
+    def __init__(self, call: Any) -> None:
+        self.remote = call
+
+
 class Rollout:
+    """Two replicas of two ranks."""
+
     embedded = False
 
-    def __init__(self, events: list[Any], dtype: str = "bfloat16") -> None:
-        self.events, self.dtype = events, dtype
-        self.sums: list[list[int]] = []
+    def __init__(self, events: list[Any], dtype: str = "bfloat16", missing: str = "") -> None:
+        self.events, self.dtype, self.missing = events, dtype, missing
+        self.loaded = [LoadReport(sums(TARGET, r, zeros(TARGET, r)), [], 0, 0.0, 0.0) for r in range(4)]
 
     def parameters(self) -> Any:
         return [
@@ -43,87 +69,180 @@ class Rollout:
                 {
                     name: (tuple(shape), self.dtype)
                     for name, shape in TARGET.shard(2 * replica + rank).parameters.items()
+                    if name != self.missing
                 }
                 for rank in range(2)
             ]
             for replica in range(2)
         ]
 
-    def load_bucket(self, payloads: list[bytes]) -> None:
-        self.events.append(payloads)
+    def start_sync(self, number: int, sockets: list[str], version: int, deadline: float) -> Any:
+        self.events.append(("replicas", number, sockets, version, deadline))
+        return [(self.loaded[2 * replica : 2 * replica + 2], Callee(f"replica {replica}", "h")) for replica in range(2)]
 
     def set_version(self, version: int) -> None:
         self.events.append(version)
 
-    def checksums(self, regions: Any) -> list[list[int]]:
-        self.events.append("checksums")
-        return self.sums
-
 
 class Group:
-    """Four ranks; rank r hosts target rank r, and rank 3 has nothing for it in the second bucket."""
+    """Four ranks; rank r hosts target rank r."""
 
     def __init__(self, events: list[Any]) -> None:
         self.events = events
-        self.source: list[list[int]] = []
+        self.sent: list[SyncReport] = []
+        self.seats = [SimpleNamespace(host="h")] * 4
+        self.actors = [SimpleNamespace(sync=Method(partial(self.sync, rank))) for rank in range(4)]
+
+    def sync(self, rank: int, *arguments: Any) -> SyncReport:
+        self.events.append((rank, *arguments))
+        return self.sent[rank]
 
     def call(self, stage: str, method: str, *arguments: Any) -> list[Any]:
-        if method == "prepare_sync":
-            assert arguments[1] == [0, 1, 2, 3]
-            return [{"num_buckets": 2, "summary": "two buckets"}] * 4
-        if method == "sync_checksums":
-            return [(sums, {}) for sums in self.source]
-        assert method == "sync_bucket"
-        (bucket,) = arguments
-        self.events.append(f"exchange {bucket}")
-        return [{r: f"{bucket}{r}".encode()} if (bucket, r) != (1, 3) else {} for r in range(4)]
+        if method == "sync":
+            return [self.sync(rank, *arguments) for rank in range(4)]
+        if method == "set_version":
+            self.events.append(arguments[0])
+            return []
+        assert method == "prepare_sync"
+        assert arguments[1] == [0, 1, 2, 3]
+        assert arguments[2] == [f"SGLang tensor rank {r} of replica {p}" for p in range(2) for r in range(2)]
+        return [{"num_buckets": 2, "summary": "two buckets", "sockets": {r: f"s{r}"}} for r in range(4)]
 
 
-def test_buckets_are_loaded_one_after_another_then_verified_then_stamped() -> None:
-    events: list[Any] = []
-    sync = WeightSync(CONFIG, Group(events), Rollout(events), SHAPE)  # type: ignore[arg-type]
-    sync.prepare()
+@pytest.fixture
+def events() -> list[Any]:
+    return []
+
+
+@pytest.fixture
+def sync(events: list[Any], monkeypatch: pytest.MonkeyPatch) -> WeightSync:
+    """All parameters are zero on both sides; `gather` gives the references back."""
+    monkeypatch.setattr(driver_sync, "gather", lambda refs, callees, stage, deadline: refs)
+    group = Group(events)
+    made = WeightSync(CONFIG, group, Rollout(events), SHAPE)  # type: ignore[arg-type]
+    source = made._source
+    group.sent = [SyncReport(sums(source, r, zeros(source, r)), {}, 0.0) for r in range(4)]
+    made.prepare()
+    return made
+
+
+def test_trainers_and_replicas_are_called_at_once_and_once_each(sync: WeightSync, events: list[Any]) -> None:
     assert (sync.num_buckets, sync.summary) == (2, "two buckets")
-    sync._verify = lambda: events.append("verify")  # type: ignore[method-assign]
-    timings = sync.run(7)
-    assert events == [
-        "exchange 0",
-        [b"00", b"01", b"02", b"03"],
-        "exchange 1",
-        [b"10", b"11", b"12", b""],
-        "verify",
-        7,
-    ]
-    assert timings.keys() == {"timing_s/sync_move", "timing_s/sync_verify"}
+    for number, version in ((1, 7), (2, 8)):
+        events.clear()
+        timings = sync.run(version)
+        calls = [("replicas", number, ["s0", "s1", "s2", "s3"], version, 90.0)]
+        assert events == calls + [(rank, number, version, 90.0) for rank in range(4)]
+        assert timings.keys() == {"timing_s/sync_move", "timing_s/sync_verify"}
+        assert min(timings.values()) >= 0
 
 
-def test_a_tensor_that_did_not_arrive_is_named_and_nothing_is_stamped() -> None:
-    """The engine's checksums are those of other weights in one layer norm of the second replica."""
-    events: list[Any] = []
-    group, rollout = Group(events), Rollout(events)
-    sync = WeightSync(CONFIG, group, rollout, SHAPE)  # type: ignore[arg-type]
+def test_the_time_to_verify_is_the_longest_that_anyone_took(sync: WeightSync, monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = iter([0.0, 10.0, 10.5])
+    monkeypatch.setattr(driver_sync.time, "perf_counter", lambda: next(ticks))
+    sync.rollout.loaded[2] = replace(sync.rollout.loaded[2], verify_seconds=3.0)  # type: ignore[attr-defined]
+    assert sync.run(1) == {"timing_s/sync_move": 7.0, "timing_s/sync_verify": 3.5}
 
-    def zeros(layout: Any, rank: int) -> dict[str, torch.Tensor]:
-        return {name: torch.zeros(tuple(shape)) for name, shape in layout.shard(rank).parameters.items()}
 
-    def sums(layout: Any, rank: int, parameters: dict[str, torch.Tensor]) -> list[int]:
-        return piece_checksums(layout.shard(rank).pieces, parameters, layout, torch.float32)
-
-    group.source = [sums(sync._source, r, zeros(sync._source, r)) for r in range(4)]
-    rollout.sums = [sums(TARGET, r, zeros(TARGET, r)) for r in range(4)]
+def test_a_tensor_that_did_not_arrive_is_named_and_the_version_taken_back(sync: WeightSync, events: list[Any]) -> None:
+    """The engine's checksums are those of other weights in one matrix of the second replica."""
     sync.run(1)
-    assert events[-1] == 1
-    events.clear()
     wrong = zeros(TARGET, 3)
     wrong["model.layers.0.mlp.down_proj.weight"][2, 1] = 1.0
-    rollout.sums[3] = sums(TARGET, 3, wrong)
-    with pytest.raises(ValueError, match=r"rollout replica 1") as caught:
+    loaded = sync.rollout.loaded  # type: ignore[attr-defined]
+    loaded[3] = replace(loaded[3], sums=sums(TARGET, 3, wrong))
+    with pytest.raises(
+        ValueError, match=r"rollout replica 1 .* 1 of \d+ tensors: model.layers.0.mlp.down_proj.weight$"
+    ):
         sync.run(2)
-    assert "model.layers.0.mlp.down_proj.weight" in str(caught.value)
-    assert 2 not in events
+    assert events[-1] == UNVERIFIED
+
+
+def test_elements_that_differ_are_named_with_the_engine_rank(sync: WeightSync, events: list[Any]) -> None:
+    found = [Difference("model.norm.weight", 3, 0, 1.5, 2.5)]
+    loaded = sync.rollout.loaded  # type: ignore[attr-defined]
+    loaded[2] = replace(loaded[2], differences=found, num_different=4)
+    message = (
+        r"SGLang tensor rank 0 of replica 1 differ from those sent in 4 parameters: "
+        r"model.norm.weight\[3, 0\] is 2.5, sent was 1.5 and 3 more"
+    )
+    with pytest.raises(ValueError, match=message):
+        sync.run(1)
+    assert events[-1] == UNVERIFIED
+
+
+def test_nothing_is_compared_when_verification_is_off(sync: WeightSync, events: list[Any]) -> None:
+    sync.config = replace(CONFIG, sync=replace(CONFIG.sync, verify="off"))
+    sync.rollout.loaded[0] = LoadReport([], [], 0, 0.0, 0.0)  # type: ignore[attr-defined]
+    sync.run(1)
+    assert UNVERIFIED not in events
+
+
+def test_embedded_engines_are_synced_by_the_trainers_alone(events: list[Any]) -> None:
+    group = Group(events)
+    made = WeightSync(CONFIG, group, SimpleNamespace(embedded=True), SHAPE)  # type: ignore[arg-type]
+    source, target = made._source, made._target
+
+    def report(rank: int, wrong: float = 0.0) -> SyncReport:
+        held = zeros(target, rank)
+        held["model.norm.weight"][0] = wrong
+        loaded = LoadReport(sums(target, rank, held), [], 0, 0.0, 0.0)
+        return SyncReport(sums(source, rank, zeros(source, rank)), {rank: loaded}, 0.0)
+
+    group.sent = [report(rank) for rank in range(4)]
+    made.run(5)
+    assert events == [(rank, 1, 5, 90.0) for rank in range(4)]
+    group.sent[1] = report(1, wrong=1.0)
+    with pytest.raises(ValueError, match="rollout replica 1 .*: model.norm.weight$"):
+        made.run(6)
+    assert events[-1] == UNVERIFIED
 
 
 def test_an_engine_of_another_precision_is_refused() -> None:
     sync = WeightSync(CONFIG, SimpleNamespace(), Rollout([], "float32"), SHAPE)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"SGLang replica 0, tensor rank 0: parameter .* is float32, but .* bfloat16"):
         sync.prepare()
+
+
+def test_a_parameter_that_the_engine_lacks_is_named() -> None:
+    sync = WeightSync(CONFIG, SimpleNamespace(), Rollout([], missing="model.norm.weight"), SHAPE)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"replica 0, tensor rank 0: parameter model.norm.weight is missing"):
+        sync.prepare()
+
+
+# ------------------------------------------------------------------------------------------------ whose error is shown
+
+
+@dataclass(frozen=True)
+class Call:
+    """The reference of a call that fails after so many seconds."""
+
+    error: str
+    after: float
+
+
+@pytest.mark.parametrize(
+    ("other", "shown"),
+    [
+        (Call("CUDA out of memory", 1.5), "trainer: CUDA out of memory"),
+        (Call("CUDA out of memory", PATIENCE + 1), "replica: the trainer went away"),
+        (Call("the loader went away", 0.5), "replica: the trainer went away"),
+        (Call("gloo: Connection closed by peer", 0.5), "replica: the trainer went away"),
+    ],
+)
+def test_that_the_other_side_went_away_is_shown_only_without_a_better_reason(
+    monkeypatch: pytest.MonkeyPatch, other: Call, shown: str
+) -> None:
+    def gather(refs: list[Call], callees: list[Callee], stage: str, deadline: float) -> None:
+        first = min(refs, key=lambda ref: ref.after)
+        raise WorkerError(f"{stage}: {callees[refs.index(first)].name}: {first.error}")
+
+    def wait(refs: list[Call], num_returns: int, timeout: float) -> tuple[list[Call], list[Call]]:
+        done = sorted((ref for ref in refs if ref.after <= timeout), key=lambda ref: ref.after)[:num_returns]
+        return done, [ref for ref in refs if ref not in done]
+
+    monkeypatch.setattr(driver_sync, "gather", gather)
+    monkeypatch.setattr(driver_sync.ray, "wait", wait)
+    calls = [(other, Callee("trainer", "h")), (Call("the trainer went away", 0.1), Callee("replica", "h"))]
+    with pytest.raises(WorkerError, match=f"^weight sync: {shown}$"):
+        gather_both(calls, "weight sync", 30.0)

@@ -27,8 +27,7 @@ def test_tokens_go_in_and_come_out_and_weights_come_through_our_loaders():
     chosen = options()
     assert chosen["skip_tokenizer_init"] is True
     assert chosen["custom_weight_loader"] == [
-        "megarl.reshard.transports.load_regions",
-        "megarl.reshard.transports.checksum_regions",
+        "megarl.reshard.channel.load_weights",
         "megarl.reshard.transports.describe_parameters",
     ]
     assert (chosen["tp_size"], chosen["dtype"], chosen["random_seed"]) == (2, "bfloat16", 5)

@@ -8,19 +8,18 @@ import pytest
 import torch
 from torch import nn
 
+from megarl.reshard.channel import PeerLost
 from megarl.reshard.transports import (
     BucketRegion,
-    ChecksumRegion,
-    bucket_envelope,
-    checksum_envelope,
-    checksum_regions,
+    allocate_shareable,
+    answer,
     copy_regions,
     describe_envelope,
     describe_parameters,
-    load_regions,
+    open_shared,
     parse_description,
     read_reply,
-    serialise_bucket,
+    share,
 )
 
 
@@ -48,7 +47,7 @@ def test_regions_are_copied_into_their_rectangles():
         BucketRegion("vector", "float32", (3, 5), (0, 1), 16),
         BucketRegion("experts", "bfloat16", (4, 6), (0, 2), 24),
     ]
-    assert copy_regions(dict(model.named_parameters()), regions, flat) == 32
+    copy_regions(dict(model.named_parameters()), regions, flat)
     assert model.matrix.tolist() == [[0, 0, 0], [0, 1, 2], [0, 3, 4], [0, 0, 0]]
     assert model.vector.tolist() == [0, 0, 0, 5, 6]
     assert model.experts.tolist() == [[[0, 0], [0, 0], [0, 0]], [[0, 0], [7, 8], [9, 10]]]
@@ -80,56 +79,52 @@ def test_a_parameter_that_a_backend_repacked_is_refused():
         copy_regions(parameters, [BucketRegion("packed", "float32", (0, 1), (0, 1), 0)], torch.ones(4))
 
 
-def test_a_region_outside_the_bucket_is_refused_by_the_producer():
-    with pytest.raises(ValueError, match="vector: bytes 4 to 24 lie outside the bucket of 20 bytes"):
-        serialise_bucket([BucketRegion("vector", "float32", (0, 5), (0, 1), 4)], torch.zeros(5))
-
-
 def produce(connection):
-    flat = torch.arange(1.0, 6.0)
-    connection.send_bytes(serialise_bucket([BucketRegion("vector", "float32", (0, 5), (0, 1), 0)], flat))
+    flat = allocate_shareable(20, torch.device("cpu"))
+    values = flat.view(torch.float32)
+    values.copy_(torch.arange(1.0, 6.0))
+    connection.send_bytes(share(flat))
     connection.recv()
-    flat.mul_(10)
-    connection.send_bytes(serialise_bucket([BucketRegion("vector", "float32", (0, 5), (0, 1), 0)], flat))
+    values.mul_(10)
+    connection.send("multiplied")
     connection.recv()
 
 
-def test_a_bucket_of_another_process_is_loaded_and_can_be_filled_again(tmp_path):
-    model, reply = Model(), str(tmp_path / "reply")
+def test_a_buffer_of_another_process_is_opened_once_and_can_be_filled_again():
     here, there = multiprocessing.Pipe()
     producer = multiprocessing.get_context("fork").Process(target=produce, args=(there,))
     producer.start()
-    for factor in (1, 10):
-        load_regions(model, named(bucket_envelope(reply, here.recv_bytes())))
-        assert read_reply(reply) == 20
-        assert model.vector.tolist() == [factor * i for i in (1, 2, 3, 4, 5)]
-        here.send("go on")
+    values = open_shared(here.recv_bytes()).view(torch.float32)
+    assert values.tolist() == [1, 2, 3, 4, 5]
+    here.send("go on")
+    assert here.recv() == "multiplied"
+    assert values.tolist() == [10, 20, 30, 40, 50]
+    here.send("end")
     producer.join(20)
     assert producer.exitcode == 0
 
 
+def test_only_a_flat_buffer_is_shared():
+    with pytest.raises(ValueError, match="a bucket must be one contiguous dimension"):
+        share(torch.zeros(4, 2))
+
+
 def test_a_loader_answers_instead_of_raising(tmp_path):
     reply = str(tmp_path / "reply")
-    load_regions(Model(), named(bucket_envelope(reply, b"no pickle")))
-    with pytest.raises(RuntimeError, match="UnpicklingError"):
-        read_reply(reply)
-    checksum_regions(Model(), named(checksum_envelope(reply, [ChecksumRegion("vectr", (0, 1), (0, 1), 0, 0, 1)])))
-    with pytest.raises(RuntimeError, match="vectr: .* nearest is vector"):
-        read_reply(reply)
+
+    def fail(error):
+        raise error
+
+    for error, said in (
+        (ValueError("as it is"), "^as it is$"),
+        (PeerLost("ours"), "^ours$"),
+        (KeyError("x"), "^KeyError: 'x'$"),
+    ):
+        answer(named(describe_envelope(reply)), lambda _, error=error: fail(error))
+        with pytest.raises(RuntimeError, match=said):
+            read_reply(reply)
     with pytest.raises(RuntimeError, match="did not run"):
         read_reply(reply)
-
-
-def test_checksums_see_what_was_loaded(tmp_path):
-    model, reply = Model(), str(tmp_path / "reply")
-    regions = [ChecksumRegion("matrix", (0, 2), (0, 3), 4, 0, 3), ChecksumRegion("vector", (0, 5), (0, 1), 0, 0, 1)]
-    sums = []
-    for _ in range(2):
-        checksum_regions(model, named(checksum_envelope(reply, regions)))
-        sums.append(read_reply(reply))
-        model.vector.data.add_(1)
-    assert sums[0][0] == sums[1][0]
-    assert sums[0][1] != sums[1][1]
 
 
 def test_parameters_are_described(tmp_path):
