@@ -86,16 +86,19 @@ def learn(
         with timer("update_critic"), resident(group, "critic", config, training=True):
             metrics |= _update(learning, "critic", schedules["critic"], batch, optimizer_steps)
     if step > config.run.critic_warmup:
-        with timer("update_actor"), resident(group, "actor", config, training=True):
+        with timer("update_actor"), resident(group, "actor", config, training=True, parameters_stay=True):
             metrics |= _update(learning, "actor", schedules["actor"], batch, optimizer_steps)
     return metrics, kl
 
 
 @contextlib.contextmanager
-def resident(group: TrainerGroup, role: str, config: Config, training: bool) -> Iterator[None]:
+def resident(
+    group: TrainerGroup, role: str, config: Config, training: bool, parameters_stay: bool = False
+) -> Iterator[None]:
     """A role's memory is on the GPU inside: parameters, and for training gradients and optimizer too. What the config
-    offloads goes back to the host afterwards, but not when a worker failed or Ctrl-C ends the run: ranks may be gone or
-    stuck in a collective, and a call to them would wait for the deadline and hide the first error."""
+    offloads goes back to the host afterwards (parameters_stay: but for the parameters, which the sync that follows
+    needs), and nothing when a worker failed or Ctrl-C ends the run: ranks may be gone or stuck in a collective, and a
+    call to them would wait for the deadline and hide the first error."""
     offload = role_offload(config, role)
     wanted = {
         "parameters": offload.parameters,
@@ -107,6 +110,7 @@ def resident(group: TrainerGroup, role: str, config: Config, training: bool) -> 
         group.call(f"bringing the {role} to the GPU", "resume", role, kinds)
     try:
         yield
+        kinds = [kind for kind in kinds if kind != "parameters" or not parameters_stay]
     except (WorkerError, KeyboardInterrupt):
         kinds = []
         raise

@@ -8,6 +8,7 @@ The way from a batch to the gradient: `train_step` -> Megatron's schedule -> `_f
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,12 +18,14 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megarl.compat.megatron_cpu import install
 from megarl.compat.megatron_offload import begin_pass
 from megarl.config import OptimizerConfig, ParallelConfig, RecomputeConfig
 from megarl.data.packing import PackedBatch, join_zigzag, pack, split_zigzag
 from megarl.engines.residency import KINDS, Kind, Residency, flatten
+from megarl.engines.stored import Stored, is_stored, read_stored
 from megarl.parallel.device import device, is_cuda
 from megarl.parallel.groups import RoleGroups
 from megarl.parallel.vocab import DEFAULT_CHUNK_SIZE, fused_logprobs, vocab_parallel_logprobs
@@ -31,6 +34,8 @@ from megarl.types import FloatArray
 install()
 
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.serialization import (
     get_default_load_sharded_strategy,
     get_default_save_sharded_strategy,
@@ -51,7 +56,7 @@ from megarl.engines.optimizer import (
     wrap_for_gradients,
 )
 from megarl.model.gpt import build_model, local_parameters, unwrapped, uses_fused_norms
-from megarl.model.hf_config import Precision, Role
+from megarl.model.hf_config import VOCAB_MULTIPLE, Precision, Role, padded_vocab_size
 
 SHARDING = {
     # Resharded freely between layouts; the cheaper one ("dp_reshardable") only between data-parallel sizes.
@@ -111,6 +116,18 @@ class _MicroBatch:
     loss: TokenBatch
 
 
+@contextlib.contextmanager
+def _garbage_waits() -> Iterator[None]:
+    """Python's collector does not run within: it would stop for tens of milliseconds the process that feeds the GPU."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 class MegatronEngine:
     """One role's model, and its optimizer if it trains. Construction and every method are collective over all ranks.
 
@@ -129,7 +146,7 @@ class MegatronEngine:
         chunk_size: tokens whose logits are held in float32 at once.
         fused_output: never hold the logits of more than a chunk of tokens, at the price of one more product with the
             output weight in backward. Forward-only passes are always fused: there it costs nothing.
-        compiles: run the arithmetic over the vocabulary through torch.compile, on a GPU.
+        compiles: do the arithmetic over the vocabulary in kernels of our own, on a GPU.
 
     Raises ValueError when the model cannot be expressed or the sizes do not divide it or the world."""
 
@@ -195,7 +212,7 @@ class MegatronEngine:
             stacked = torch.stack([getattr(outputs, name) for name in names])
             return stacked.new_zeros(()), {"outputs": stacked}
 
-        with self.groups.activate(), torch.no_grad():
+        with self.groups.activate(), torch.no_grad(), _garbage_waits():
             for chunk in self.chunks:
                 chunk.eval()
             kept = self._run_schedule([*micro_batches, *dummies], keep, temperature, with_entropy, forward_only=True)
@@ -228,13 +245,15 @@ class MegatronEngine:
         Raises ValueError when the role has no optimizer or the micro-batches do not fit the layout."""
         if self.optimizer is None or self.optimizer_config is None:
             raise ValueError(f"the {self.role} was built without an optimizer, so it cannot train")
-        with self.groups.activate():
+        with self.groups.activate(), _garbage_waits():
             for chunk in self.chunks:
                 chunk.train()
                 chunk.zero_grad_buffer()
             kept = self._run_schedule(micro_batches, loss, temperature, with_entropy, forward_only=False)
-            sums = self._sum_over_ranks([kept[number] for number in sorted(kept)])
+            names, totals = self._sum_over_ranks([kept[number] for number in sorted(kept)])
             grad_norm, applied = apply_gradients(self.optimizer, self.optimizer_config, lr)
+            # Read last: reading waits for the GPU, and meanwhile nothing would be sent to it.
+            sums = dict(zip(names, totals.tolist(), strict=True))
         return StepResult(sums, grad_norm, applied)
 
     def _dummies_for_experts(self, count: int) -> list[PackedBatch]:
@@ -326,8 +345,10 @@ class MegatronEngine:
             self.compiles,
         )
         if model.stops_at_hidden:
-            finish_param_gather_of(chunk, model.output_weight)
-            found = fused_logprobs(model.whole_hidden(output), model.output_weight, targets, *rest)
+            weight = model.output_weight
+            finish_param_gather_of(chunk, weight)
+            main_grad = getattr(weight, "main_grad", None) if torch.is_grad_enabled() else None
+            found = fused_logprobs(model.whole_hidden(output), weight, targets, *rest, main_grad=main_grad)
         else:
             found = vocab_parallel_logprobs(output[0], targets, *rest)
         return TokenOutputs(logprobs=found.logprobs, entropy=found.entropy)
@@ -352,10 +373,13 @@ class MegatronEngine:
             )
         size, rank = self.parallel.context, self.groups.coordinates.context
 
-        def part(array: np.ndarray[Any, Any]) -> torch.Tensor:
-            own = np.ascontiguousarray(split_zigzag(array, batch.cu_seqlens, size, rank))
-            return torch.tensor(own).to(device(), non_blocking=True)
+        def part(*arrays: np.ndarray[Any, Any]) -> torch.Tensor:
+            """Each [T], as rows: the GPU waits between copies, so there are few of them."""
+            own = np.stack([split_zigzag(array, batch.cu_seqlens, size, rank) for array in arrays])
+            return torch.from_numpy(own).to(device(), non_blocking=True)
 
+        tokens, positions, targets = part(batch.tokens, batch.positions, batch.targets)
+        per_token = part(*batch.per_token.values()) if batch.per_token else ()
         cu_seqlens = torch.tensor(batch.cu_seqlens, dtype=torch.int32).to(device(), non_blocking=True)
         longest = int(np.diff(batch.cu_seqlens).max())
         # Transformer Engine wants the padded bounds too under context parallel, and compares them (a wait for the GPU)
@@ -363,9 +387,9 @@ class MegatronEngine:
         padded = cu_seqlens if size > 1 else None
         return _MicroBatch(
             number=number,
-            tokens=part(batch.tokens)[None],
-            positions=part(batch.positions)[None],
-            targets=part(batch.targets),
+            tokens=tokens[None],
+            positions=positions[None],
+            targets=targets,
             packed=PackedSeqParams(
                 qkv_format="thd",
                 cu_seqlens_q=cu_seqlens,
@@ -375,9 +399,7 @@ class MegatronEngine:
                 max_seqlen_q=longest,
                 max_seqlen_kv=longest,
             ),
-            loss=TokenBatch(
-                mask=part(batch.mask), per_token={name: part(array) for name, array in batch.per_token.items()}
-            ),
+            loss=TokenBatch(mask=part(batch.mask)[0], per_token=dict(zip(batch.per_token, per_token, strict=True))),
         )
 
     def _share_outputs(self, flat: torch.Tensor) -> list[FloatArray]:
@@ -391,24 +413,23 @@ class MegatronEngine:
             dist.all_gather(parts, flat, group=self.groups.context)
         return [part.cpu().numpy() for part in parts]
 
-    def _sum_over_ranks(self, sums: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, float]:
-        """The loss function's sums over micro-batches, data and context ranks, made known to all pipeline stages."""
+    def _sum_over_ranks(self, sums: Sequence[Mapping[str, torch.Tensor]]) -> tuple[list[str], torch.Tensor]:
+        """The loss function's sums over micro-batches, data and context ranks, made known to all pipeline stages: their
+        names, and the numbers on the device."""
         names = list(sums[0]) if sums else []
         if self.parallel.pipeline > 1:
             source = dist.get_process_group_ranks(self.groups.pipeline)[-1]
             boxed = [names]
             dist.broadcast_object_list(boxed, src=source, group=self.groups.pipeline, device=device())
             names = boxed[0]
-        if not names:
-            return {}
         totals = torch.zeros(len(names), dtype=torch.float64, device=device())
-        for of_batch in sums:
+        for of_batch in sums if names else ():
             totals += torch.stack([of_batch[name].double() for name in names])
         if self.groups.is_last_stage:
             dist.all_reduce(totals, group=self.groups.data_and_context)
         if self.parallel.pipeline > 1:
             dist.broadcast(totals, src=source, group=self.groups.pipeline)
-        return dict(zip(names, totals.tolist(), strict=True))
+        return names, totals
 
     # -------------------------------------------------------------------------------------------- weights
 
@@ -484,27 +505,110 @@ class MegatronEngine:
     def load(self, folder: str) -> None:
         """Bring back what `save` wrote; training goes on as if it had not been interrupted. Collective.
 
-        Raises FileNotFoundError when `folder` holds no checkpoint."""
-        if not os.path.isfile(os.path.join(folder, "metadata.json")):
+        Raises FileNotFoundError when `folder` holds no checkpoint, ValueError when it is not of this model or damaged.
+        """
+        self._load(folder, with_optimizer=self.optimizer is not None)
+
+    def load_weights(self, folder: str) -> None:
+        """Bring back the weights alone of what `save` wrote, with or without an optimizer: the optimizer's moments stay
+        as they are, its main parameters become the new weights. Collective.
+
+        Raises as `load`."""
+        self._load(folder, with_optimizer=False)
+        with self.resident():
+            self.mark_weights_loaded()
+
+    def _load(self, folder: str, with_optimizer: bool) -> None:
+        if not is_stored(folder):
             raise FileNotFoundError(f"no checkpoint of the {self.role} in {folder}")
+        stored = read_stored(folder)
+        if with_optimizer and not stored.has_optimizer:
+            raise ValueError(f"{folder} holds weights but no optimizer to go on from; load_weights takes those")
         with self.groups.activate(), self.resident(), torch.no_grad():
             finish_param_gather(self.chunks)
+            state = self._sharded_state(is_loading=True, with_optimizer=with_optimizer)
+            self._check_stored(state["model"], stored)
+            _drop_unstored_objects(state["model"], stored)
             strategy = FullyParallelLoadStrategyWrapper(
                 get_default_load_sharded_strategy(folder), self.groups.data_and_context
             )
-            state = dist_checkpointing.load(self._sharded_state(is_loading=True), folder, sharded_strategy=strategy)
+            try:
+                state = dist_checkpointing.load(state, folder, sharded_strategy=strategy)
+            except CheckpointException as error:  # a BaseException, of all ranks' failures
+                cause, _ = next(iter(error.failures.values()))
+                raise ValueError(f"{folder} cannot be read: {cause}; copy the checkpoint again") from error
             for number, chunk in enumerate(self.chunks):
-                unwrapped(chunk).load_state_dict(state["model"][f"chunk_{number}"])
-            if self.optimizer is not None:
+                found = unwrapped(chunk).load_state_dict(state["model"][f"chunk_{number}"], strict=False)
+                wrong = [*found.unexpected_keys, *(k for k in found.missing_keys if not k.endswith("_extra_state"))]
+                assert not wrong, f"the sharded state and the model differ in {wrong}"
+            if with_optimizer:
                 self.optimizer.load_state_dict(state["optimizer"])
 
-    def _sharded_state(self, is_loading: bool) -> dict[str, Any]:
+    def _check_stored(self, model: Mapping[str, Any], stored: Stored) -> None:
+        """The checkpoint has every tensor of the model in its shape, and no other. Nothing is read. Collective.
+
+        Raises ValueError on every rank, naming the first missing, misshapen or extra tensor of any."""
+        wanted = dict(_sharded_tensors(model))
+        problems = [self._problem(key, tensor, stored) for key, tensor in wanted.items()]
+        found = next(filter(None, problems), None)
+        of_ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, (found, list(wanted)))
+        known = {key for _, keys in of_ranks for key in keys}
+        extra = [f"{k} {list(t.shape)} is not part of the model" for k, t in stored.tensors.items() if k not in known]
+        for problem in (*(problem for problem, _ in of_ranks), *extra):
+            if problem:
+                raise ValueError(f"{stored.folder} is no checkpoint of this {self.role}: tensor {problem}")
+
+    def _problem(self, key: str, tensor: Any, stored: Stored) -> str | None:
+        shape, found = tuple(tensor.global_shape), stored.tensors.get(key)
+        if found is None:
+            return f"{key} {list(shape)} is missing"
+        if tensor.allow_shape_mismatch and shape[0] > 1:  # the vocabulary, padded for the sizes of whoever saved it
+            rows, vocab = found.shape[0], self.hf_config.vocab_size
+            sizes = range(1, rows // VOCAB_MULTIPLE + 1)
+            is_padded = any(padded_vocab_size(vocab, size) == rows for size in sizes)
+            is_good, need = is_padded and found.shape[1:] == shape[1:], f"[{vocab} and padding, {shape[1]}]"
+        else:
+            is_good, need = found.shape == shape, str(list(shape))
+        return None if is_good else f"{key} is {list(found.shape)}, the model needs {need}"
+
+    def _sharded_state(self, is_loading: bool, with_optimizer: bool = True) -> dict[str, Any]:
         metadata = {**SHARDING, "dp_cp_group": self.groups.data_and_context}
         model = {
             f"chunk_{number}": unwrapped(chunk).sharded_state_dict(metadata=metadata)
             for number, chunk in enumerate(self.chunks)
         }
+        for chunk in model.values():
+            _name_norms_before_experts(chunk)
         state: dict[str, Any] = {"model": model}
-        if self.optimizer is not None:
+        if self.optimizer is not None and with_optimizer:
             state["optimizer"] = self.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
         return state
+
+
+def _name_norms_before_experts(chunk: Mapping[str, Any]) -> None:
+    """Store the norm before a layer's experts under Transformer Engine's name, so that a checkpoint made without it
+    loads with it: megatron-core (0.16.1) names the norms of all its own layers as if an MLP's first product had them
+    inside, but before experts Transformer Engine has them apart too."""
+    for name, tensor in chunk.items():
+        layer, is_norm, _ = name.partition("pre_mlp_layernorm.weight")
+        if is_norm and f"{layer}mlp.router.weight" in chunk:
+            tensor.key = tensor.key.replace("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight")
+
+
+def _sharded_tensors(model: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The tensors of a sharded state by the keys under which they are stored."""
+    for value in nested_values(model):
+        if isinstance(value, ShardedTensorFactory):
+            yield from _sharded_tensors({"": value.build()})
+        elif isinstance(value, ShardedTensor):
+            yield value.key, value
+
+
+def _drop_unstored_objects(model: Mapping[str, dict[str, Any]], stored: Stored) -> None:
+    """Of the modules' extra states (fp8 scales, else empty) take those that are there: Transformer Engine's layers have
+    more of them than the layers on the CPU."""
+    for chunk in model.values():
+        for name, value in list(chunk.items()):
+            if isinstance(value, ShardedObject) and value.unique_key not in stored.objects:
+                del chunk[name]

@@ -29,6 +29,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from megarl.model.hf_config import Precision, Role, padded_vocab_size, transformer_config
 from megarl.model.modules import PackedAttention, RMSNorm, ValueHead
 from megarl.model.rope import rotary
+from megarl.model.swiglu import use_gated_mlps
 
 
 class LanguageModel(GPTModel):
@@ -81,10 +82,29 @@ def build_model(
     )
     stages: Sequence[int | None] = range(parallel.virtual_pipeline) if parallel.virtual_pipeline > 1 else [None]
     chunks = [_build_chunk(hf_config, role, config, transformer_engine, stage) for stage in stages]
+    for chunk in chunks:
+        use_gated_mlps(chunk.decoder.layers, recomputes_swiglu(recompute))
+        if role != "reference":
+            _accumulate_in_products(chunk)
     if config.recompute_granularity == "selective":
         layers = [layer for chunk in chunks for layer in chunk.decoder.layers]
         check_recomputed(config.recompute_modules, layers, parallel_state.get_pipeline_model_parallel_group())
     return chunks
+
+
+def recomputes_swiglu(recompute: RecomputeConfig | None) -> bool:
+    """Whether the activation is dropped and made again; not where all of the layer or of its MLP is made again."""
+    recompute = recompute or RecomputeConfig()
+    covered = recompute.kind == "full" or (recompute.kind == "selective" and "mlp" in recompute.modules)
+    return recompute.swiglu and not covered
+
+
+def _accumulate_in_products(chunk: LanguageModel) -> None:
+    """Let Transformer Engine's products add weight gradients to main_grad, in float32, in place of a bf16 gradient that
+    is added later. The configuration's switch (gradient_accumulation_fusion) would ask for Apex in the output layer."""
+    for module in chunk.modules():
+        if hasattr(module, "fuse_wgrad_accumulation"):
+            module.fuse_wgrad_accumulation = True
 
 
 def check_recomputed(modules: Sequence[str], layers: Sequence[Any], pipeline_group: Any = None) -> None:

@@ -15,7 +15,6 @@ of one more product with the output weight in backward.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -23,8 +22,8 @@ import torch
 import torch.distributed as dist
 
 DEFAULT_CHUNK_SIZE = 4096
-"""Tokens a chunk: for a vocabulary of 151,936 a chunk's logits and their gradient are 1.2 GB / tp each in bf16, the
-float32 between lives in registers once compiled. Measured in docs/performance.md against 1,024 and 2,048."""
+"""Tokens a chunk: for a vocabulary of 151,936 its logits, which its gradient is written over, are 1.2 GB / tp in bf16;
+the float32 between lives in registers where kernels of our own do it. Measured in docs/performance.md."""
 
 Group = dist.ProcessGroup | None
 
@@ -54,7 +53,7 @@ def vocab_parallel_logprobs(
         vocab_size: columns from here on are padding and get probability 0; None: there is no padding.
         chunk_size: tokens that are held in float32 at once.
         with_entropy: also compute the entropy (one more number a token is held).
-        compiles: run each chunk's arithmetic through torch.compile.
+        compiles: do each chunk's arithmetic in one kernel of our own (vocab_triton.py); needs a GPU.
 
     Returns (logprobs [T], entropy [T] or None), float32, the same on all ranks of the group, both differentiable.
 
@@ -78,12 +77,16 @@ def fused_logprobs(
     chunk_size: int = DEFAULT_CHUNK_SIZE,
     with_entropy: bool = False,
     compiles: bool = False,
+    main_grad: torch.Tensor | None = None,
 ) -> Logprobs:
     """`vocab_parallel_logprobs` of logits = hidden x weight^T.
 
     hidden: [T, H], the same on all ranks of the group; weight: [V / tp, H], this rank's rows; the rest as there. The
     gradient of hidden is that of this rank's columns only: sum it over the group (Megatron's
     copy_to_tensor_model_parallel_region, or gather_from_sequence_parallel_region, in front does).
+
+    main_grad: [V / tp, H], float32: the gradient of weight is added to it, unrounded, and autograd gets zeros for it
+    (so that whatever waits for the weight's gradient still runs). None: autograd gets it.
 
     Raises ValueError when shapes do not agree or the temperature is not above 0."""
     if hidden.dim() != 2 or targets.shape != hidden.shape[:1] or weight.shape[1:] != hidden.shape[1:]:
@@ -92,7 +95,7 @@ def fused_logprobs(
             f"[T, H], [V / tp, H] and [T]"
         )
     shard = _shard(weight.shape[0], targets, group, temperature, vocab_size, chunk_size, with_entropy, compiles)
-    logprobs, entropy = _FromHidden.apply(hidden, weight, shard)
+    logprobs, entropy = _FromHidden.apply(hidden, weight, main_grad, shard)
     return Logprobs(logprobs, entropy if with_entropy else None)
 
 
@@ -151,36 +154,51 @@ class _FromLogits(torch.autograd.Function):
         grad[:, shard.valid :] = 0
         for chunk in shard.chunks:
             valid = logits[chunk, : shard.valid]
-            grad[chunk, : shard.valid] = _gradient(valid, chunk, shard, log_sums, entropy, *upstream)
+            _gradient(valid, chunk, shard, log_sums, entropy, *upstream, out=grad[chunk, : shard.valid])
         return grad, None
 
 
 class _FromHidden(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, shard: _Shard
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, main_grad: torch.Tensor | None, shard: _Shard
     ) -> tuple[torch.Tensor, torch.Tensor]:
         rows = weight[: shard.valid]
         logprobs, entropy, log_sums = _statistics(lambda chunk: hidden[chunk] @ rows.T, shard)
         ctx.save_for_backward(hidden, weight, log_sums, entropy)
-        ctx.shard = shard
+        ctx.shard, ctx.main_grad = shard, main_grad
         ctx.set_materialize_grads(False)
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx: Any, *upstream: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, None]:
+    def backward(ctx: Any, *upstream: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None, None, None]:
         hidden, weight, log_sums, entropy = ctx.saved_tensors
         shard: _Shard = ctx.shard
         rows = weight[: shard.valid]
         grad_hidden = torch.zeros_like(hidden)
         # Summed over chunks in float32: bfloat16 would forget the small ones.
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        total: torch.Tensor | None = None
+        if ctx.needs_input_grad[1]:
+            total = torch.zeros_like(weight, dtype=torch.float32) if ctx.main_grad is None else ctx.main_grad
         for chunk in shard.chunks:
             logits = hidden[chunk] @ rows.T
-            part = _gradient(logits, chunk, shard, log_sums, entropy, *upstream)
-            torch.mm(part, rows, out=grad_hidden[chunk])
-            grad_weight[: shard.valid] += part.T @ hidden[chunk]
-        return grad_hidden, grad_weight.to(weight.dtype), None
+            _gradient(logits, chunk, shard, log_sums, entropy, *upstream, out=logits)
+            torch.mm(logits, rows, out=grad_hidden[chunk])
+            if total is not None:
+                _add_product(total[: shard.valid], logits.T, hidden[chunk])
+        if total is None:
+            return grad_hidden, None, None, None
+        return grad_hidden, torch.zeros_like(weight) if total is ctx.main_grad else total.to(weight.dtype), None, None
+
+
+def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """total += left @ right, total in float32; on a GPU without rounding the product to the factors' type first."""
+    if left.dtype == total.dtype:
+        total.addmm_(left, right)
+    elif left.is_cuda:
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        total += left @ right
 
 
 def _statistics(
@@ -191,9 +209,8 @@ def _statistics(
     column = shard.column
     largest = torch.full(column.shape, -torch.inf, dtype=torch.float32, device=column.device)
     picked, sums, weighted = (torch.zeros_like(largest) for _ in range(3))
-    reduce_chunk = _maybe_compiled(_chunk_statistics, shard.compiles)
     for chunk in shard.chunks:
-        found = reduce_chunk(logits_of(chunk), column[chunk], shard.temperature, shard.with_entropy)
+        found = _reduce_chunk(logits_of(chunk), column[chunk], shard)
         for whole, part in zip((largest, picked, sums, weighted), found, strict=True):
             whole[chunk] = part
     overall = _reduced(largest.clone(), dist.ReduceOp.MAX, shard.group)
@@ -208,6 +225,14 @@ def _statistics(
     return total[1] - log_total, entropy, overall + log_total
 
 
+def _reduce_chunk(logits: torch.Tensor, column: torch.Tensor, shard: _Shard) -> tuple[torch.Tensor, ...]:
+    if shard.compiles:
+        from megarl.parallel import vocab_triton
+
+        return vocab_triton.statistics(logits, column, shard.temperature, shard.with_entropy)
+    return _chunk_statistics(logits, column, shard.temperature, shard.with_entropy)
+
+
 def _gradient(
     logits: torch.Tensor,
     chunk: slice,
@@ -216,20 +241,22 @@ def _gradient(
     entropy: torch.Tensor,
     grad_logprobs: torch.Tensor | None,
     grad_entropy: torch.Tensor | None,
-) -> torch.Tensor:
-    """Of a chunk's valid columns, in the logits' type."""
+    out: torch.Tensor,
+) -> None:
+    """Of a chunk's valid columns, in the logits' type; into `out`, which may be the logits."""
     if grad_logprobs is None:
         grad_logprobs = torch.zeros_like(log_sums)
-    differentiate = _maybe_compiled(_chunk_gradient, shard.compiles)
     at_target = torch.where(shard.is_here[chunk], grad_logprobs[chunk], 0.0)
-    if grad_entropy is None or not shard.with_entropy:
-        of_entropy = None
-    else:
+    of_entropy = None
+    if grad_entropy is not None and shard.with_entropy:
         of_entropy = (entropy[chunk], grad_entropy[chunk])
-    column = shard.column[chunk]
-    return differentiate(
-        logits, column, log_sums[chunk], grad_logprobs[chunk], at_target, of_entropy, shard.temperature
-    )
+    given = (logits, shard.column[chunk], log_sums[chunk], grad_logprobs[chunk], at_target, of_entropy)
+    if shard.compiles:
+        from megarl.parallel import vocab_triton
+
+        vocab_triton.gradient(*given, shard.temperature, out)
+    else:
+        out.copy_(_chunk_gradient(*given, shard.temperature))
 
 
 # ------------------------------------------------------------------------------------------------ a chunk of tokens
@@ -269,17 +296,6 @@ def _chunk_gradient(
     is_target = torch.arange(logits.shape[1], device=logits.device) == column[:, None]
     grad = torch.where(is_target, at_target[:, None], 0.0) - log_softmax.exp() * slope
     return (grad / temperature).to(logits.dtype)
-
-
-@functools.cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """One kernel a pass in place of one an operation. Compiled twice at the most: for whole chunks, and, when the first
-    shorter one comes, for any number of tokens."""
-    return torch.compile(function)
-
-
-def _maybe_compiled(function: Callable[..., Any], compiles: bool) -> Callable[..., Any]:
-    return _compiled(function) if compiles else function
 
 
 def _reduced(tensor: torch.Tensor, operation: Any, group: Group) -> torch.Tensor:

@@ -2,17 +2,20 @@
 
     tools/bench/reshard.py --shape qwen2.5-0.5b
     tools/bench/reshard.py --shape qwen2.5-0.5b --gpus 2 --pipeline 2 --rollout-tensor 2
+    tools/bench/reshard.py --shape qwen2.5-0.5b --gpus 1 --split 1
 
 Builds what `megarl train` builds (Ray, trainer processes, SGLang) around a model of random weights, and goes through
 `--steps` small steps after `--warmup`: answers, one optimizer step, sync. Prints one JSON line with medians in
 milliseconds: `sync` with SGLang's memory in place all the time; `turn` with its memory released for training, from
-waking its weights to waking its KV cache, by parts. Without a GPU it runs on CPUs, to be tried out.
+waking its weights to waking its KV cache, by parts. With `--split N` SGLang has N more GPUs of its own, where nothing
+is released: `sync` only. Without a GPU it runs on CPUs, to be tried out.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import fcntl
 import json
 import os
 import statistics
@@ -68,10 +71,9 @@ def main() -> None:
         try:
             with StopRequest() as stop:
                 session = setup.build(created, inputs, stop)
-                try:
+                with alone(args.lock):
                     result = measure(args, session, copy_rate)
-                finally:
-                    session.rollout.shutdown()
+                session.rollout.shutdown()
         finally:
             ray.shutdown()
     print(json.dumps(result), flush=True)
@@ -128,7 +130,13 @@ def make_run(args: argparse.Namespace, folder: str, model: str, precision: str) 
                 "entropy_coef": 0.01,  # all rewards are 0: it makes the gradient
             },
             "algorithm": {"advantage": "grpo"},
-            "rollout": {"engine": "sglang", "n": 2, "tensor": args.rollout_tensor, "sglang": sglang},
+            "rollout": {
+                "engine": "sglang",
+                "n": 2,
+                "tensor": args.rollout_tensor,
+                "num_gpus": args.split,
+                "sglang": sglang,
+            },
             "reward": {"function": "exact"},
             "sync": {"bucket_mb": args.bucket_mb, "verify": args.verify},
             "cluster": {"gpus_per_node": args.gpus},
@@ -141,7 +149,7 @@ def measure(args: argparse.Namespace, session: Session, copy_rate: float | None)
     times: dict[str, list[float]] = {}
     optimizer_steps = {"actor": 0}
     refresh(session, 0, {}, sleeps=False)
-    for sleeps in (False, True):
+    for sleeps in (False,) if args.split else (False, True):
         for number in range(args.warmup + args.steps):
             step = next(steps)
             batch = answers(session)
@@ -157,11 +165,11 @@ def measure(args: argparse.Namespace, session: Session, copy_rate: float | None)
     milliseconds = {name: round(1e3 * statistics.median(values), 2) for name, values in times.items()}
     spread = {name: round(1e3 * (max(values) - min(values)), 2) for name, values in times.items()}
     plan = dataclasses.asdict(session.sync.summary)
-    per_gpu = plan["written"] / args.gpus
+    per_gpu = plan["written"] / (args.split or args.gpus)
     result: dict[str, Any] = {"shape": args.shape, "gpus": args.gpus, "steps": args.steps}
     result |= {
         "source": f"tp{args.tensor} pp{args.pipeline}",
-        "target": f"{session.config.num_replicas} x tp{args.rollout_tensor}",
+        "target": f"{session.config.num_replicas} x tp{args.rollout_tensor}{' split' if args.split else ''}",
     }
     result |= {"milliseconds": milliseconds, "spread": spread, "plan": plan, "verify": args.verify}
     result["gb_per_s_a_gpu"] = round(per_gpu / statistics.median(times["sync: sync"]) / 1e9, 1)
@@ -194,6 +202,17 @@ def refresh(session: Session, version: int, found: dict[str, float], sleeps: boo
 
 
 @contextmanager
+def alone(lock: str | None) -> Iterator[None]:
+    """No other benchmark that was given the same file measures at the same time."""
+    if lock is None:
+        yield
+        return
+    with open(lock, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@contextmanager
 def timed(found: dict[str, float], name: str) -> Iterator[None]:
     start = time.perf_counter()
     yield
@@ -204,6 +223,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="qwen2.5-0.5b")
     parser.add_argument("--gpus", type=int, default=1, help="on one node; without GPUs, processes")
+    parser.add_argument("--split", type=int, default=0, metavar="N", help="GPUs of SGLang's own, beside --gpus")
     parser.add_argument("--tensor", type=int, default=1, help="the trainer's tensor-parallel size")
     parser.add_argument("--pipeline", type=int, default=1, help="the trainer's pipeline-parallel size")
     parser.add_argument("--rollout-tensor", type=int, default=1, help="tensor-parallel size of an SGLang replica")
@@ -211,6 +231,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--verify", choices=("checksum", "bitwise", "off"), default="checksum")
     parser.add_argument("--memory-fraction", type=float, default=0.3, help="of the GPU, for SGLang")
     parser.add_argument("--offload", action="store_true", help="the actor's memory is on the host while SGLang answers")
+    parser.add_argument("--lock", help="a file: benchmarks with the same one start together and measure in turn")
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--steps", type=int, default=10)
     return parser.parse_args()

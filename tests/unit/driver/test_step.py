@@ -244,6 +244,15 @@ def test_resident_brings_and_releases_what_the_config_offloads(
     assert group.calls == (brought + released) * 2
 
 
+def test_parameters_stay_for_the_sync_that_follows() -> None:
+    every = {"parameters": True, "gradients": True, "optimizer": True}
+    made = made_config(actor={"offload": every, "batch": {"mini_batch_prompts": 4}})
+    group = FakeGroup(made)
+    with resident(group, "actor", made, training=True, parameters_stay=True):  # type: ignore[arg-type]
+        pass
+    assert group.calls[-1] == ("release", "actor", ["gradients", "optimizer"])
+
+
 @pytest.mark.parametrize("error", [WorkerError("rank 3 died"), KeyboardInterrupt()])
 def test_nothing_is_asked_of_ranks_that_may_be_gone(error: BaseException) -> None:
     """A call to a stuck rank would wait for the deadline, and its error would hide the first one."""
@@ -276,7 +285,7 @@ def test_roles_are_resident_in_turn() -> None:
             assert inside == {(arguments[0], kind) for kind in every}
         else:
             assert not inside, f"{name} while {inside} are on the GPU"
-    assert not inside
+    assert inside == {("actor", "parameters")}  # for the sync
 
 
 def test_the_timer_adds_up_and_counts_failed_stages(monkeypatch: pytest.MonkeyPatch) -> None:

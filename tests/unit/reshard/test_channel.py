@@ -138,7 +138,7 @@ class Loader:
     def load(self, path: str, number: int, deadline: float = DEADLINE) -> Any:
         load_weights(self.model, [(load_envelope(self.reply, path, number, deadline), torch.empty(0))])
         return LoadReport.from_json(read_reply(self.reply)), {
-            n: p.detach().numpy() for n, p in self.model.named_parameters()
+            n: p.detach().cpu().numpy() for n, p in self.model.named_parameters()
         }
 
     def replace_parameters(self) -> None:
