@@ -52,6 +52,7 @@ from megarl.engines.optimizer import (
     build_optimizer,
     finish_param_gather,
     finish_param_gather_of,
+    make_states,
     reload_main_parameters,
     wrap_for_gradients,
 )
@@ -499,6 +500,8 @@ class MegatronEngine:
             strategy = FullyParallelSaveStrategyWrapper(
                 get_default_save_sharded_strategy("torch_dist"), self.groups.data_and_context
             )
+            if self.optimizer is not None:
+                make_states(self.optimizer)
             state = self._sharded_state(is_loading=False)
             dist_checkpointing.save(state, folder, sharded_strategy=strategy, content_metadata=SHARDING)
 

@@ -24,6 +24,9 @@ from megarl.model.hf_config import DTYPES, Precision
 from megarl.parallel import device
 
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
 class FusedAdam(torch.optim.Optimizer):
     """Adam with the semantics of Transformer Engine's FusedAdam, by torch's fused kernel, on CPU and GPU.
 
@@ -76,7 +79,7 @@ class FusedAdam(torch.optim.Optimizer):
 
     def _state_of(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         state: dict[str, torch.Tensor] = self.state[parameter]
-        for name in ("exp_avg", "exp_avg_sq"):
+        for name in MOMENTS:
             if name not in state:
                 state[name] = torch.zeros_like(parameter.data, dtype=torch.float32)
         return state
@@ -176,6 +179,19 @@ def build_optimizer(
         if inner.init_state_fn is None:  # SGD without momentum: loading a checkpoint calls it all the same (0.16.1)
             inner.init_state_fn = lambda *unused: None
     return optimizer
+
+
+def make_states(optimizer: ChainedOptimizer) -> None:
+    """The moments of parameters that had no step yet, zeros: Adam makes them in its first step, and a checkpoint holds
+    them all."""
+    for inner in optimizer.chained_optimizers:
+        narrow = inner.config.use_precision_aware_optimizer
+        for parameter in (p for group in inner.optimizer.param_groups for p in group["params"]):
+            state = inner.optimizer.state[parameter]
+            if inner.config.optimizer == "adam" and not state and narrow:
+                inner.optimizer.initialize_state(parameter, store_param_remainders=False)
+            elif inner.config.optimizer == "adam" and not state:
+                state |= {name: torch.zeros_like(parameter.data, dtype=torch.float32) for name in MOMENTS}
 
 
 def reload_main_parameters(optimizer: ChainedOptimizer) -> None:

@@ -367,10 +367,10 @@ def use_small_buckets() -> None:
     )
 
 
-def train_and_save(folder: str, parallel: ParallelConfig) -> tuple[list[float], dict[str, bytes]]:
+def train_and_save(folder: str, parallel: ParallelConfig, steps: int = 2) -> tuple[list[float], dict[str, bytes]]:
     use_small_buckets()
     engine, _, _ = build("qwen2", True, "actor", parallel, optimizer=ADAM)
-    train(engine, actor_loss, 2)
+    train(engine, actor_loss, steps)
     engine.save(folder)
     return train(engine, actor_loss, 2), bits(engine)
 
@@ -391,6 +391,14 @@ def test_training_continues_to_the_bit_after_a_checkpoint(layout: str, tmp_path:
     for rank, (wanted, found) in enumerate(zip(went_on, resumed, strict=True)):
         assert found[0] == wanted[0], f"gradient norms of rank {rank}"
         assert found[1] == wanted[1], f"weights of rank {rank}"
+
+
+@pytest.mark.parametrize("layout", ["one", "dp2"])
+def test_a_checkpoint_may_come_before_the_first_step(layout: str, tmp_path: Path) -> None:
+    """The critic trains alone at first (run.critic_warmup), and the actor is saved with it."""
+    num_ranks, parallel = (1, ParallelConfig()) if layout == "one" else LAYOUTS[layout]
+    went_on = run(train_and_save, num_ranks, str(tmp_path), parallel, 0)
+    assert run(load_and_train, num_ranks, str(tmp_path), parallel) == went_on
 
 
 def test_a_checkpoint_loads_into_another_layout(tmp_path: Path) -> None:
