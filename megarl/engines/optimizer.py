@@ -23,7 +23,6 @@ from megatron.core.transformer.module import MegatronModule
 from megarl.model.hf_config import DTYPES, Precision
 from megarl.parallel import device
 
-
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
