@@ -315,6 +315,9 @@ class RolloutConfig:
     """hf: transformers in the trainer's own processes, for laptops."""
     tensor: int = 1
     """Tensor-parallel size of one replica; replicas follow from the number of GPUs."""
+    num_gpus: int = 0
+    """GPUs of the engine's own, beside the trainers' (split placement); 0: it shares the trainers'. Without GPUs it
+    counts processes."""
     n: int = 1
     """Answers per prompt."""
     temperature: float = 1.0
@@ -324,6 +327,11 @@ class RolloutConfig:
     """hf engine: sequences generated together."""
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     sglang: SGLangConfig = field(default_factory=SGLangConfig)
+
+    @property
+    def sleeps(self) -> bool:
+        """Whether SGLang gives its memory back for training; on GPUs of its own it stays."""
+        return self.sglang.sleep and self.num_gpus == 0
 
 
 @dataclass(frozen=True)
@@ -400,7 +408,7 @@ class Config:
 
     @property
     def num_replicas(self) -> int:
-        return self.cluster.num_ranks // self.rollout.tensor
+        return (self.rollout.num_gpus or self.cluster.num_ranks) // self.rollout.tensor
 
     def roles(self) -> dict[str, ParallelConfig]:
         """The roles that this run has, in the order in which they are built."""
@@ -671,15 +679,30 @@ def _validate_sizes(config: Config) -> Iterator[str]:
                     f"{role}.parallel.{name}: {layers} is no multiple of virtual_pipeline {parallel.virtual_pipeline}, "
                     f"so the stage does not split into virtual stages; set it to one"
                 )
-    if config.rollout.tensor < 1 or config.cluster.gpus_per_node % max(config.rollout.tensor, 1):
-        yield (
-            f"rollout.tensor: {config.rollout.tensor} does not divide cluster.gpus_per_node = "
-            f"{config.cluster.gpus_per_node}; a replica lies within one node"
-        )
+    yield from _validate_placement(config)
     if config.rollout.engine == "hf" and config.rollout.tensor != 1:
         yield (
             f"rollout.tensor: is {config.rollout.tensor}, but the hf engine has no tensor parallel; "
             f"set it to 1 or rollout.engine to sglang"
+        )
+
+
+def _validate_placement(config: Config) -> Iterator[str]:
+    """The engine's replicas fit on its GPUs: the trainers', or its own."""
+    own, per_node = config.rollout, config.cluster.gpus_per_node
+    if own.num_gpus < 0:
+        yield f"rollout.num_gpus: is {own.num_gpus}, must be at least 0"
+    elif own.num_gpus and own.engine != "sglang":
+        yield (
+            f"rollout.num_gpus: is {own.num_gpus}, but the {own.engine} engine lives in the trainer's processes; "
+            f"set it to 0 or rollout.engine to sglang"
+        )
+    elif own.num_gpus and (own.tensor < 1 or own.num_gpus % own.tensor):
+        yield f"rollout.num_gpus: {own.num_gpus} is no multiple of rollout.tensor = {own.tensor}; change one of them"
+    elif not own.num_gpus and (own.tensor < 1 or per_node % own.tensor):
+        yield (
+            f"rollout.tensor: {own.tensor} does not divide cluster.gpus_per_node = {per_node}; a replica lies within "
+            f"one node"
         )
 
 

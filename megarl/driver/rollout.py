@@ -45,10 +45,20 @@ class RolloutBatch:
 class Rollout:
     """Replicas of the rollout engine. With the hf engine these are the trainer processes themselves."""
 
-    def __init__(self, config: Config, workers: Sequence[Any], hosts: Sequence[str], embedded: bool) -> None:
+    def __init__(
+        self, config: Config, workers: Sequence[Any], hosts: Sequence[str], embedded: bool, gpus: Sequence[str] = ()
+    ) -> None:
+        """
+        Args:
+            hosts: of the workers.
+            gpus: of the workers, for errors: " (GPU 4)".
+        """
         self.config, self.workers, self.embedded = config, list(workers), embedded
         name = "hf engine of trainer rank" if embedded else "SGLang replica"
-        self._callees = [Callee(f"{name} {i}", host) for i, host in enumerate(hosts)]
+        self._callees = [
+            Callee(f"{name} {i}{own}", host)
+            for i, (host, own) in enumerate(zip(hosts, gpus or [""] * len(hosts), strict=True))
+        ]
         self._in_flight: list[list[tuple[Any, Callee]]] = []
 
     def submit(
@@ -82,7 +92,8 @@ class Rollout:
         return RolloutBatch([group for result in results for group in result])  # replicas have consecutive prompts
 
     def sleep(self) -> None:
-        """Give the weights' and the KV cache's memory back for training; no answer may be in flight."""
+        """Give the weights' and the KV cache's memory back for training; no answer may be in flight. An engine on GPUs
+        of its own keeps it."""
         assert not self._in_flight, "sleep with answers in flight"
         self._all("engine sleep", "sleep")
 
@@ -91,7 +102,7 @@ class Rollout:
         self._all("engine wake", "wake", ("weights",))
 
     def resume(self) -> None:
-        """Take memory for the KV cache and forget what was cached under earlier weights."""
+        """Take memory for the KV cache where `sleep` gave it back, and forget what was cached under earlier weights."""
         self._all("engine wake", "wake", ("kv_cache",))
         self._all("engine cache flush", "flush_cache")
 
@@ -125,7 +136,8 @@ class Rollout:
             self._all("engine shutdown", "shutdown")
 
     def _all(self, stage: str, method: str, *arguments: Any) -> list[Any]:
-        if self.embedded and method in ("sleep", "wake", "flush_cache"):
+        keeps_memory = self.embedded or self.config.rollout.num_gpus > 0
+        if (keeps_memory and method in ("sleep", "wake")) or (self.embedded and method == "flush_cache"):
             return []
         refs = [getattr(w, method).remote(*arguments) for w in self.workers]
         return gather(refs, self._callees, stage, self.config.run.deadline)

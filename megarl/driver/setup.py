@@ -32,6 +32,7 @@ from megarl.rewards import load_reward
 from megarl.workers import placement
 from megarl.workers.calls import Callee, gather
 from megarl.workers.group import TrainerGroup
+from megarl.workers.receiver import Receivers
 from megarl.workers.rollout import RolloutWorker
 
 
@@ -188,8 +189,8 @@ def build(config: Config, inputs: Inputs, stop: StopRequest) -> Session:
     steps = total_steps(config, inputs.prompts)
     progress = Progress(steps, state.step)
     say = progress.say
-    bundles = placement.reserve(config.cluster, config.run.startup_deadline)
-    group = TrainerGroup.start(config, bundles)
+    placed = placement.place(config)
+    group = TrainerGroup.start(config, placed)
     for role in config.roles():
         source = config.critic.path if role == "critic" and config.critic.path else folder
         facts = group.call(f"building the {role}", "build_role", role, source, deadline=config.run.startup_deadline)[0]
@@ -203,8 +204,9 @@ def build(config: Config, inputs: Inputs, stop: StopRequest) -> Session:
         offload = role_offload(config, role)
         kinds = [k for k in ("parameters", "gradients", "optimizer") if getattr(offload, k)]
         group.call(f"moving the {role} to the host", "release", role, kinds)
-    rollout = _start_rollout(config, group, bundles, folder)
-    sync = WeightSync(config, group, rollout, hf_config)
+    receivers = Receivers.start(config, placed) if placed.engine else None
+    rollout = _start_rollout(config, group, placed, receivers, folder)
+    sync = WeightSync(config, group, rollout, hf_config, receivers)
     sync.prepare()
     say(f"weight sync: {sync.summary}")
     gpu = group.call("reading the device", "device_name")[0]
@@ -236,28 +238,33 @@ def _first_state(config: Config, prompts: PromptStream) -> DriverState:
     )
 
 
-def _start_rollout(config: Config, group: TrainerGroup, bundles: Any, folder: str) -> Rollout:
+def _start_rollout(
+    config: Config, group: TrainerGroup, placed: placement.Placement, receivers: Receivers | None, folder: str
+) -> Rollout:
     deadline = config.run.startup_deadline
     if config.rollout.engine == "hf":
         group.call("starting the rollout engine", "build_embedded", folder, deadline=deadline)
         return Rollout(config, group.actors, [s.host for s in group.seats], embedded=True)
-    for replica in range(config.num_replicas):
-        _check_replica(group.seats[replica * config.rollout.tensor : (replica + 1) * config.rollout.tensor])
-    variables = placement.environment(config.cluster)
+    size, all_seats = config.rollout.tensor, group.seats if receivers is None else receivers.seats
+    replicas = [all_seats[replica * size : (replica + 1) * size] for replica in range(config.num_replicas)]
+    for own in replicas:
+        _check_replica(own)
     remote = ray.remote(RolloutWorker)
-    seats = [group.seats[replica * config.rollout.tensor] for replica in range(config.num_replicas)]
-    workers = [
-        remote.options(**placement.actor_options(bundles, seat.bundle, placement.ENGINE_SHARE, variables)).remote()
-        for seat in seats
+    seats = [own[0] for own in replicas]
+    options = [
+        placement.actor_options(placed.bundles, seat.bundle, placement.ENGINE_SHARE, placed.variables) for seat in seats
     ]
+    workers = [remote.options(**own).remote() for own in options]
     logs = os.path.abspath(os.path.join(config.run.folder, "logs"))
     os.makedirs(logs, exist_ok=True)
     refs = [
         worker.setup.remote(config, folder, replica, seat.gpu, os.path.join(logs, f"sglang_{replica}.log"))
         for replica, (worker, seat) in enumerate(zip(workers, seats, strict=True))
     ]
-    gather(refs, [Callee(f"SGLang replica {i}", s.host) for i, s in enumerate(seats)], "starting SGLang", deadline)
-    return Rollout(config, workers, [s.host for s in seats], embedded=False)
+    gpus = [placement.on_gpus(own) for own in replicas]
+    callees = [Callee(f"SGLang replica {i}{gpus[i]}", seat.host) for i, seat in enumerate(seats)]
+    gather(refs, callees, "starting SGLang", deadline)
+    return Rollout(config, workers, [s.host for s in seats], embedded=False, gpus=gpus)
 
 
 def _check_replica(seats: Sequence[placement.Seat]) -> None:

@@ -4,6 +4,7 @@ every time."""
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,9 +19,12 @@ from megarl.reshard.checksum import TensorChecksums, compare
 from megarl.reshard.layout import Layout
 from megarl.reshard.layouts import hf_layout, sglang_layout
 from megarl.reshard.plan import Summary
+from megarl.workers import placement
 from megarl.workers.calls import ECHOES, Callee, WorkerError, gather
 from megarl.workers.group import TrainerGroup
-from megarl.workers.weights import SyncReport, compare_parameters, wire_dtype
+from megarl.workers.placement import Seat
+from megarl.workers.receiver import Receivers
+from megarl.workers.weights import SyncReport, SyncTerms, compare_parameters, wire_dtype
 
 SGLANG_VOCAB_MULTIPLE = 64
 """SGLang pads the vocabulary to a multiple of this (vocab_parallel_embedding.py, DEFAULT_VOCAB_PADDING_SIZE)."""
@@ -35,8 +39,14 @@ PATIENCE = 3.0
 class WeightSync:
     """Moves weights and checks that they arrived. `prepare` plans and compares names; `run` executes."""
 
-    def __init__(self, config: Config, group: TrainerGroup, rollout: Rollout, hf_config: Any) -> None:
-        self.config, self.group, self.rollout = config, group, rollout
+    def __init__(
+        self, config: Config, group: TrainerGroup, rollout: Rollout, hf_config: Any, receivers: Receivers | None = None
+    ) -> None:
+        """
+        Args:
+            receivers: on the engine's own GPUs; None where it shares the trainers'.
+        """
+        self.config, self.group, self.rollout, self.receivers = config, group, rollout, receivers
         declaration = declare(hf_config)
         # Here for its canonical tensors and rectangles only, which do not depend on how Megatron names its norms.
         self._source = role_layout(
@@ -50,23 +60,66 @@ class WeightSync:
         self.summary: Summary | None = None
         self._number = 0
         self._sockets: dict[int, str] = {}
+        self._generations: Counter[int] = Counter()
         self._source_checksums = TensorChecksums(self._source, range(self._source.num_ranks))
         self._target_checksums = [TensorChecksums(self._target, ranks) for ranks in _replicas(self._target).values()]
 
     def prepare(self) -> None:
-        """Plan on every rank and compare the plan's parameters with the engine's own.
+        """Plan in every process and compare the plan's parameters with the engine's own. Called again after a failure,
+        it starts dead receivers anew, and makes the communicators of replicas that were lost anew; others stay.
 
         Raises:
             ValueError: a parameter that the engine has and the plan lacks, or the other way round, or of another shape.
         """
         if not self.rollout.embedded:
             self._check_engine()
-        # Colocated: target rank r shares its GPU with trainer rank r, which receives for it.
-        hosts = list(range(self._target.num_ranks))
-        names = [self._name(target) for target in hosts]
-        facts = self.group.call("planning the weight sync", "prepare_sync", self._target, hosts, names)
-        self.num_buckets, self.summary = facts[0]["num_buckets"], facts[0]["summary"]
-        self._sockets = {target: path for own in facts for target, path in own["sockets"].items()}
+        if self.summary is not None:
+            self._count_lost()
+        terms, stage, waiting = self._terms(), "planning the weight sync", []
+        if self.receivers is not None:
+            source = self.group.actors[0].layout.remote("actor")
+            waiting = [actor.prepare_sync.remote(source, terms) for actor in self.receivers.actors]
+        facts = self.group.call(stage, "prepare_sync", terms)
+        if self.receivers is not None:
+            facts += gather(waiting, self.receivers.callees, stage, self.config.run.deadline)
+        self.num_buckets, self.summary = facts[0].num_buckets, facts[0].summary
+        self._sockets = {target: path for own in facts for target, path in own.sockets.items()}
+
+    def _terms(self) -> SyncTerms:
+        """Colocated, target rank r shares its GPU with trainer rank r, which receives for it."""
+        first, seats = 0, list(self.group.seats)
+        if self.receivers is not None:
+            first, seats = len(seats), [*seats, *self.receivers.seats]
+        hosts = range(first, first + self._target.num_ranks)
+        places = placement.places(seats)
+        return SyncTerms(
+            self._target,
+            tuple(hosts),
+            tuple(map(self._name, range(self._target.num_ranks))),
+            places[: len(self.group.seats)],
+            places[hosts.start : hosts.stop],
+            None if self.rollout.embedded or len(seats) == 1 else self._store(seats),
+            dict(self._generations),
+        )
+
+    def _store(self, seats: Sequence[Seat]) -> tuple[str, int]:
+        """Where the communicators meet: trainer rank 0 serves it."""
+        address = placement.common_address(seats)
+        callee = Callee("trainer rank 0", seats[0].host)
+        (port,) = gather(
+            [self.group.actors[0].open_store.remote(address)], [callee], "opening a store", self.config.run.deadline
+        )
+        return address, port
+
+    def _count_lost(self) -> None:
+        """Replicas that a process could not sync, or whose receiver has died, get a new communicator."""
+        stage, lost = "finding lost replicas", set()
+        if self.receivers is not None:
+            lost |= {rank // self.config.rollout.tensor for rank in self.receivers.replace_dead()}
+            refs = [actor.lost_replicas.remote() for actor in self.receivers.actors]
+            lost |= set().union(*gather(refs, self.receivers.callees, stage, self.config.run.deadline))
+        lost |= set().union(*self.group.call(stage, "lost_replicas"))
+        self._generations.update(lost)
 
     def run(self, version: int) -> dict[str, float]:
         """Move the weights and their version, and verify them. Returns seconds by part: sync_move until the last bucket
@@ -104,9 +157,19 @@ class WeightSync:
             (actor.sync.remote(self._number, version, deadline), Callee(f"trainer rank {rank}", seat.host))
             for rank, (actor, seat) in enumerate(zip(self.group.actors, self.group.seats, strict=True))
         ]
-        results = gather_both([*trainers, *engines], "weight sync", self.config.run.deadline)
-        loaded = [one for replica in results[len(trainers) :] for one in replica]
-        return results[: len(trainers)], dict(enumerate(loaded))
+        between = []
+        if self.receivers is not None:
+            between = [
+                (actor.sync.remote(self._number, version, deadline), callee)
+                for actor, callee in zip(self.receivers.actors, self.receivers.callees, strict=True)
+            ]
+        results = gather_both([*trainers, *between, *engines], "weight sync", self.config.run.deadline)
+        sent: list[SyncReport] = results[: len(trainers)]
+        for report, (_, callee) in zip(sent, trainers, strict=True):
+            for why in report.lost.values():
+                raise WorkerError(f"weight sync: {callee.name} on {callee.host}: {why}")
+        loaded = [one for replica in results[len(trainers) + len(between) :] for one in replica]
+        return sent, dict(enumerate(loaded))
 
     def _verify(self, sent: Sequence[SyncReport], loaded: Mapping[int, LoadReport]) -> None:
         for target, report in loaded.items():
@@ -131,7 +194,11 @@ class WeightSync:
     def _name(self, target: int) -> str:
         if self.rollout.embedded:
             return f"hf engine of trainer rank {target}"
-        return "SGLang tensor rank {1} of replica {0}".format(*divmod(target, self.config.rollout.tensor))
+        name = "SGLang tensor rank {1} of replica {0}".format(*divmod(target, self.config.rollout.tensor))
+        if self.receivers is None:
+            return name
+        seat = self.receivers.seats[target]
+        return f"{name}{placement.on_gpus([seat])} on {seat.host}"
 
     def _check_engine(self) -> None:
         dtype = str(wire_dtype(self.config)).removeprefix("torch.")

@@ -93,7 +93,7 @@ class SGLangEngine:
         """
         self.tensor_size = tensor_size
         self.max_length = max_length
-        self.sleeps = device == "cuda" and rollout.sglang.sleep
+        self.sleeps = device == "cuda" and rollout.sleeps
         self.deadline = deadline
         self.log_file = log_file
         self.weight_version = 0
@@ -343,7 +343,7 @@ class SGLangEngine:
     def sleep(self) -> None:
         """Release the GPU memory of weights and KV cache. The weights' content is lost: wake, then sync.
 
-        Does nothing without a GPU, or with rollout.sglang.sleep off.
+        Does nothing without a GPU, on GPUs of the engine's own, or with rollout.sglang.sleep off.
 
         Raises:
             RuntimeError: answers are in flight.
@@ -520,7 +520,7 @@ def _cuda_options(rollout: RolloutConfig, base_gpu_id: int | None) -> dict[str, 
         "base_gpu_id": base_gpu_id or 0,
         "mem_fraction_static": sglang.memory_fraction,
         "max_running_requests": sglang.max_running_requests,
-        "enable_memory_saver": sglang.sleep,
+        "enable_memory_saver": rollout.sleeps,
         "disable_prefill_cuda_graph": True,  # capturing them takes 68 s of a start of 114 s (0.5.17, H200)
         "cuda_graph_max_bs_decode": sglang.cuda_graph_max_batch,
         "cuda_graph_max_bs": sglang.cuda_graph_max_batch,  # its name before 0.5.17

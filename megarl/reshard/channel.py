@@ -395,6 +395,9 @@ class Delivery(Protocol):
     def finish(self) -> None:
         """All buckets were taken, or `failure` says why not."""
 
+    def fail(self, why: Exception) -> None:
+        """What comes in the buffers from now on is not what was sent."""
+
     def close(self) -> None: ...
 
 
@@ -432,6 +435,10 @@ class ChannelDelivery:
     def finish(self) -> None:
         with self._noting():
             self._wait_for(self._sent)
+
+    def fail(self, why: Exception) -> None:
+        self.failure = self.failure or why
+        self.close()
 
     def close(self) -> None:
         if self._connection is not None:
@@ -479,12 +486,17 @@ class LocalDelivery:
         return self._target.buffers[bucket % len(self._target.buffers)]
 
     def filled(self, bucket: int, comparing: bool) -> None:
+        if self.failure is not None:
+            return
         if comparing:
             self._target.compare(bucket)
         else:
             self._target.load(bucket)
 
     def finish(self) -> None: ...
+
+    def fail(self, why: Exception) -> None:
+        self.failure = self.failure or why
 
     def close(self) -> None: ...
 
@@ -507,6 +519,8 @@ def deliver(
             buffers = {target: delivery.buffer(bucket) for target, delivery in deliveries.items()}
             executor.exchange(bucket, parameters, buffers)
             wait_for_device(executor.device)
+            for target, why in executor.lost().items():
+                deliveries[target].fail(PeerLost(why))
             for delivery in deliveries.values():
                 delivery.filled(bucket, comparing)
         moved = moved if comparing else time.monotonic()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -69,6 +69,16 @@ class Message:
     data: torch.Tensor
 
 
+@runtime_checkable
+class Exchange(Protocol):
+    """What carries messages by itself, and may leave replicas behind: `communicator.Communicators`."""
+
+    lost: dict[int, str]
+    """By replica of the plan's target that gets nothing any more, the reason."""
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None: ...
+
+
 def exchange_messages(group: Any, sends: Sequence[Message], receives: Sequence[Message]) -> None:
     """Start all messages as one batch and wait for them; on CUDA it is the current stream that waits.
 
@@ -81,7 +91,7 @@ def exchange_messages(group: Any, sends: Sequence[Message], receives: Sequence[M
         operations += [_operation(dist.irecv, message, group) for message in receives]
         works = dist.batch_isend_irecv(operations) if operations else []
     else:
-        works = _batch(group, sends, receives)
+        works = start_messages(group, sends, receives)
     for work in works:
         work.wait()
 
@@ -91,7 +101,8 @@ def _operation(kind: Any, message: Message, group: dist.ProcessGroup | None) -> 
     return dist.P2POp(kind, message.data, peer, group, tag=message.tag)
 
 
-def _batch(group: Any, sends: Sequence[Message], receives: Sequence[Message]) -> list[Any]:
+def start_messages(group: Any, sends: Sequence[Message], receives: Sequence[Message]) -> list[Any]:
+    """Start messages over a backend's own object; what is to be waited for."""
     coalesces = bool(sends or receives) and getattr(group, "supports_coalescing", False)
     if coalesces:
         group._start_coalescing()
@@ -117,7 +128,7 @@ class Executor:
             dtype: of the elements on the wire.
             rank: this process's rank in `group`: first the source ranks, then processes that only receive.
             hosts: per target rank, the process that receives for it.
-            group: all processes that take part, see `exchange_messages`.
+            group: all processes that take part, see `exchange_messages`; or an `Exchange`.
         """
         assert plan.itemsize == dtype.itemsize, (
             f"the plan counts {plan.itemsize} bytes an element, {dtype} has {dtype.itemsize}"
@@ -186,7 +197,17 @@ class Executor:
                     sends.append(Message(host, target, part))
                 packed.append((span, part))
         self._pack(bucket, packed, parameters)
-        exchange_messages(self.group, sends, receives)
+        if isinstance(self.group, Exchange):
+            self.group.exchange(sends, receives)
+        else:
+            exchange_messages(self.group, sends, receives)
+
+    def lost(self) -> dict[int, str]:
+        """By target rank that this process hosts and that gets nothing any more, the reason."""
+        if not isinstance(self.group, Exchange):
+            return {}
+        lost, replica_of = self.group.lost, self.plan.target.replica_of
+        return {t: lost[replica_of[t]] for t in self.targets() if replica_of[t] in lost}
 
     def _pack(
         self, bucket: int, packed: Sequence[tuple[Span, torch.Tensor]], parameters: Mapping[str, torch.Tensor]

@@ -30,26 +30,28 @@ class TrainerGroup:
         self._callees = [Callee(f"trainer rank {rank}", seat.host) for rank, seat in enumerate(seats)]
 
     @classmethod
-    def start(cls, config: Config, bundles: Any) -> TrainerGroup:
+    def start(cls, config: Config, placed: placement.Placement) -> TrainerGroup:
         """Start the processes, order them by (node, GPU), and join them in torch.distributed."""
         deadline = config.run.startup_deadline
-        variables = placement.environment(config.cluster)
         remote = ray.remote(TrainerWorker)
-        actors = [
-            remote.options(**placement.actor_options(bundles, bundle, placement.TRAINER_SHARE, variables)).remote()
-            for bundle in range(config.cluster.num_ranks)
+        options = [
+            placement.actor_options(placed.bundles, bundle, placement.TRAINER_SHARE, placed.variables)
+            for bundle in placed.trainers
         ]
+        actors = [remote.options(**own).remote() for own in options]
         callees = [Callee(f"trainer process {i}", "its node") for i in range(len(actors))]
         seats = gather(
-            [a.where.remote(i) for i, a in enumerate(actors)], callees, "starting trainer processes", deadline
+            [actor.where.remote(bundle) for actor, bundle in zip(actors, placed.trainers, strict=True)],
+            callees,
+            "starting trainer processes",
+            deadline,
         )
         order = sorted(
             range(len(actors)),
             key=lambda i: (seats[i].node, seats[i].gpu if seats[i].gpu is not None else i, seats[i].gpu_uuid),
         )
         group = cls(config, [actors[i] for i in order], [seats[i] for i in order])
-        first = group.seats[0]
-        address = "127.0.0.1" if config.cluster.num_nodes == 1 else first.address
+        address = group.address
         (port,) = gather([group.actors[0].free_port.remote(address)], group._callees[:1], "finding a port", deadline)
         master = f"tcp://{address}:{port}"
         refs = [a.setup.remote(config, r, group.seats[r].gpu, group.places, master) for r, a in enumerate(group.actors)]
@@ -58,9 +60,13 @@ class TrainerGroup:
 
     @property
     def places(self) -> tuple[Place, ...]:
-        """Each rank's place, for plans: ranks without a GPU count as one GPU each."""
-        nodes = {node: i for i, node in enumerate(dict.fromkeys(seat.node for seat in self.seats))}
-        return tuple(Place(nodes[s.node], rank if s.gpu is None else s.gpu) for rank, s in enumerate(self.seats))
+        """Each rank's place, for plans."""
+        return placement.places(self.seats)
+
+    @property
+    def address(self) -> str:
+        """At which all ranks reach rank 0."""
+        return placement.common_address(self.seats)
 
     # -------------------------------------------------------------------------------------------- calling
 

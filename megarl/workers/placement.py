@@ -1,10 +1,12 @@
-"""Where Ray puts the trainer processes: one a GPU (or as many as asked for, without GPUs), sorted by node and
-device."""
+"""Where Ray puts the processes: a trainer a GPU (or as many as asked for, without GPUs), sorted by node and device,
+and the engine on the same GPUs or on GPUs of its own."""
 
 from __future__ import annotations
 
 import os
 import socket
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +15,16 @@ import torch
 from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from megarl.config import ClusterConfig
+from megarl.config import ClusterConfig, Config
+from megarl.reshard.plan import Place
+from megarl.workers.calls import Callee, gather
 
-TRAINER_SHARE, ENGINE_SHARE = 0.5, 0.4
-"""Of a GPU, in Ray's book-keeping: both kinds of process share it."""
+TRAINER_SHARE, ENGINE_SHARE, RECEIVER_SHARE = 0.5, 0.4, 0.1
+"""Of a GPU, in Ray's book-keeping: a trainer or a receiver shares it with the engine."""
+
+
+LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+"""Environment of processes that are all on one node."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +43,37 @@ def uses_gpus(cluster: ClusterConfig) -> bool:
     return cluster.device == "cuda" or (cluster.device == "auto" and torch.cuda.is_available())
 
 
-def reserve(cluster: ClusterConfig, deadline: float) -> PlacementGroup | None:
+@dataclass(frozen=True)
+class Placement:
+    """Which bundles are whose; without GPUs, bare numbers of processes."""
+
+    bundles: PlacementGroup | None
+    trainers: tuple[int, ...]
+    engine: tuple[int, ...]
+    """The engine's own, in the order of its ranks; none where it shares the trainers' GPUs."""
+    variables: dict[str, str]
+    """Environment of every process of ours."""
+
+
+def place(config: Config) -> Placement:
+    """Reserve the GPUs of trainers and engine, and say which are whose.
+
+    Raises:
+        ValueError: there are too few of them, see `reserve`.
+    """
+    own, deadline = config.rollout.num_gpus, config.run.startup_deadline
+    bundles = reserve(config.cluster, own, deadline)
+    numbers = list(range(config.cluster.num_ranks + own))
+    variables = environment(config.cluster)
+    if bundles is not None and own:
+        seats = _look(bundles, numbers, variables, deadline)
+        numbers = [seat.bundle for seat in in_order(seats)]
+        if len({seat.node for seat in seats}) > 1:
+            variables = {name: value for name, value in variables.items() if name not in LOOPBACK}
+    return Placement(bundles, tuple(numbers[: len(numbers) - own]), tuple(numbers[len(numbers) - own :]), variables)
+
+
+def reserve(cluster: ClusterConfig, num_engine_gpus: int, deadline: float) -> PlacementGroup | None:
     """Hold one bundle a GPU; None without GPUs, where processes need no reservation.
 
     Raises:
@@ -43,20 +81,61 @@ def reserve(cluster: ClusterConfig, deadline: float) -> PlacementGroup | None:
     """
     if not uses_gpus(cluster):
         return None
+    wanted = f"cluster.num_nodes x cluster.gpus_per_node = {cluster.num_ranks}"
+    wanted += f" and rollout.num_gpus = {num_engine_gpus} GPUs" if num_engine_gpus else " GPUs"
+    total = cluster.num_ranks + num_engine_gpus
     have = ray.cluster_resources().get("GPU", 0)
-    if cluster.address is None and have < cluster.num_ranks:  # nobody else will join the Ray that we started
+    if cluster.address is None and have < total:  # nobody else will join the Ray that we started
         raise ValueError(
-            f"cluster.gpus_per_node x cluster.num_nodes = {cluster.num_ranks} GPUs, but Ray sees {have:.0f} on this "
-            f"machine; lower them, or give cluster.address of a larger Ray cluster"
+            f"{wanted} are asked for, but Ray sees {have:.0f} on this machine; lower them, or give cluster.address of "
+            f"a larger Ray cluster"
         )
-    group = placement_group([{"GPU": 1.0}] * cluster.num_ranks, strategy="PACK")
+    group = placement_group([{"GPU": 1.0}] * total, strategy="PACK")
     if not group.wait(timeout_seconds=deadline):
         have = ray.cluster_resources().get("GPU", 0)
         raise ValueError(
-            f"Ray gave no {cluster.num_ranks} GPUs within {deadline:.0f} s; the cluster has {have:.0f} "
-            f"(cluster.num_nodes, cluster.gpus_per_node)"
+            f"{wanted} are asked for, but Ray gave no {total} within {deadline:.0f} s; the cluster has {have:.0f}"
         )
     return group
+
+
+def _look(bundles: PlacementGroup, numbers: Sequence[int], variables: dict[str, str], deadline: float) -> list[Seat]:
+    """The seats of bundles, seen by a process in each that ends at once."""
+    look = ray.remote(max_calls=1)(here)
+    refs = []
+    for number in numbers:
+        options = actor_options(bundles, number, RECEIVER_SHARE, variables)
+        options.pop("max_restarts")
+        refs.append(look.options(**options).remote(number))
+    seats: list[Seat] = gather(refs, [Callee(f"bundle {n}", "its node") for n in numbers], "looking at GPUs", deadline)
+    return seats
+
+
+def in_order(seats: Sequence[Seat]) -> list[Seat]:
+    """By node, the one with most seats first, and GPU: trainers, which come first, are spread over few nodes, and the
+    engine's ranks are neighbours."""
+    counts = Counter(seat.node for seat in seats)
+    return sorted(
+        seats,
+        key=lambda s: (-counts[s.node], s.node, s.gpu if s.gpu is not None else s.bundle, s.gpu_uuid, s.bundle),
+    )
+
+
+def places(seats: Sequence[Seat]) -> tuple[Place, ...]:
+    """Each seat's place, for plans: those without a GPU count as one GPU each."""
+    nodes = {node: i for i, node in enumerate(dict.fromkeys(seat.node for seat in seats))}
+    return tuple(Place(nodes[s.node], number if s.gpu is None else s.gpu) for number, s in enumerate(seats))
+
+
+def common_address(seats: Sequence[Seat]) -> str:
+    """At which processes in all these seats reach the first one."""
+    return "127.0.0.1" if len({seat.node for seat in seats}) == 1 else seats[0].address
+
+
+def on_gpus(seats: Sequence[Seat]) -> str:
+    """For errors, which GPUs of their host: " (GPU 4)", " (GPUs 4, 5)"; nothing without GPUs."""
+    gpus = [str(seat.gpu) for seat in seats if seat.gpu is not None]
+    return f" (GPU{'s' if len(gpus) > 1 else ''} {', '.join(gpus)})" if gpus else ""
 
 
 def actor_options(
@@ -85,7 +164,7 @@ def environment(cluster: ClusterConfig) -> dict[str, str]:
         variables["OMP_NUM_THREADS"] = str(cluster.threads_per_rank)
         variables["TORCHDYNAMO_DISABLE"] = "1"
     if cluster.num_nodes == 1:
-        variables |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+        variables |= LOOPBACK
     return variables | {k: v for k, v in os.environ.items() if k in ("PYTHONPATH", "NCCL_NVLS_ENABLE", "NCCL_DEBUG")}
 
 

@@ -81,7 +81,7 @@ class TrainerWorker:
         self.store = StepStore()
         self.embedded: HFEngine | None = None
         self.scorer: Scorer | None = None
-        self._sender: weights.WeightSender | None = None
+        self._syncs = weights.SyncMember(config, rank, device.device())
 
     # -------------------------------------------------------------------------------------------- building
 
@@ -305,34 +305,30 @@ class TrainerWorker:
 
     # -------------------------------------------------------------------------------------------- weights
 
-    def prepare_sync(self, target: Layout, hosts: Sequence[int], names: Sequence[str]) -> dict[str, Any]:
-        """Plan the sync from the actor to the engine's layout; every rank makes the same plan.
+    def layout(self, role: str) -> Layout:
+        """Where each of a role's weights lies on the trainer ranks."""
+        return self.layouts[role]
 
-        Args:
-            hosts: per target rank the trainer rank that shares its GPU and receives for it.
-            names: of the target ranks, for errors.
+    def open_store(self, address: str) -> int:
+        """Serve the store at which the communicators of the sync meet; returns its port."""
+        return self._syncs.open_store(address)
 
-        Returns:
-            facts for the log, and the sockets at which the loaders of this rank's target ranks ask for weights.
-        """
-        dtype, source = weights.wire_dtype(self.config), self.layouts["actor"]
-        bucket_bytes = self.config.sync.bucket_mb * 2**20
-        made = plan(source, target, dtype.itemsize, self.places, [self.places[h] for h in hosts], bucket_bytes)
+    def lost_replicas(self) -> set[int]:
+        """Replicas that this rank could not sync, whose communicator is to be made anew."""
+        return self._syncs.lost()
+
+    def prepare_sync(self, terms: weights.SyncTerms) -> weights.Facts:
+        """Plan the sync from the actor to the engine's layout; every process makes the same plan."""
         if self.embedded is not None:
-            _check_engine_parameters(target, self.rank, self.embedded)
-        if self._sender is not None:
-            self._sender.close()
+            _check_engine_parameters(terms.target, self.rank, self.embedded)
         group = dist.group.WORLD if self.num_ranks > 1 else None
-        own_names = names if self.embedded is None else None
-        self._sender = weights.WeightSender(made, dtype, self.rank, hosts, device.device(), own_names, group)
-        return {"num_buckets": len(made.buckets), "summary": made.summary(), "sockets": self._sender.sockets}
+        return self._syncs.prepare(self.layouts["actor"], terms, is_embedded=self.embedded is not None, group=group)
 
     def sync(self, number: int, version: int, deadline: float) -> weights.SyncReport:
         """Sync `number`: send the actor's weights, receive for this rank's engine ranks. Stamps an embedded engine."""
-        assert self._sender is not None, "prepare_sync comes first"
         embedded = self.embedded.parameters() if self.embedded is not None else None
         source = self.engines["actor"].parameters()
-        report = self._sender.sync(number, source, embedded, self.config.sync.verify, deadline)
+        report = self._syncs.sender.sync(number, source, embedded, self.config.sync.verify, deadline)
         self.set_version(version)
         return report
 

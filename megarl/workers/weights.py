@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -14,9 +15,10 @@ from megarl.config import Config
 from megarl.reshard import channel, hf_files
 from megarl.reshard.channel import Channel, ChannelDelivery, LoadReport, LocalDelivery, Setup, Target, deliver
 from megarl.reshard.checksum import piece_regions
+from megarl.reshard.communicator import Communicators, memberships
 from megarl.reshard.executor import Executor
 from megarl.reshard.layout import Layout, as_matrix
-from megarl.reshard.plan import ReshardPlan
+from megarl.reshard.plan import Place, ReshardPlan, Summary, plan
 from megarl.reshard.regions import RegionSums
 from megarl.reshard.transports import BucketRegion, ChecksumRegion, dtype_name
 
@@ -25,8 +27,31 @@ TORCH_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True)
+class SyncTerms:
+    """What all processes of a sync agree on. They are numbered: the trainer ranks, then the receivers on GPUs that are
+    the engine's own."""
+
+    target: Layout
+    hosts: tuple[int, ...]
+    """Per target rank the process on its GPU, which receives for it."""
+    names: tuple[str, ...]
+    """Of the target ranks, for errors."""
+    source_places: tuple[Place, ...]
+    target_places: tuple[Place, ...]
+    store: tuple[str, int] | None = None
+    """Address and port of the store at which communicators meet; None where none is needed."""
+    generations: Mapping[int, int] = field(default_factory=dict)
+    """By replica, how often its communicator was made anew."""
+
+    def plan(self, source: Layout, config: Config) -> ReshardPlan:
+        """The plan; every process makes the same one."""
+        itemsize, bucket_bytes = wire_dtype(config).itemsize, config.sync.bucket_mb * 2**20
+        return plan(source, self.target, itemsize, self.source_places, self.target_places, bucket_bytes)
+
+
+@dataclass(frozen=True)
 class SyncReport:
-    """What a trainer rank says of a sync."""
+    """What a trainer rank, or a receiver, says of a sync."""
 
     sums: list[int]
     """Checksums of its pieces of the source layout; empty with verify=off."""
@@ -34,6 +59,19 @@ class SyncReport:
     """By target rank, what an embedded engine of this process holds."""
     verify_seconds: float
     """From the last bucket's exchange to the last sum."""
+    lost: dict[int, str] = field(default_factory=dict)
+    """By replica that this rank could not send all its weights to, the reason."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a process says of the plan that it made."""
+
+    num_buckets: int
+    summary: Summary | None
+    """Process 0's only: it takes longer than the plan."""
+    sockets: dict[int, str]
+    """By target rank that this process hosts, where its loader asks for weights."""
 
 
 class WeightSender:
@@ -53,9 +91,12 @@ class WeightSender:
         Args:
             rank: in `group`; a process that is no source rank only receives (see `Executor`).
             names: of the target ranks, for errors; None if the engine is embedded in this process.
-            group: all processes that take part, see `executor.exchange_messages`.
+            group: all processes that take part, see `executor.exchange_messages`; or this process's `Communicators`.
         """
         self._executor = Executor(plan, dtype, rank, hosts, device, group)
+        self._communicators = group if isinstance(group, Communicators) else None
+        self.lost: set[int] = set()
+        """Replicas for whose ranks this process received in vain."""
         self._plan, self._dtype, self._rank = plan, dtype, rank
         self._channels: dict[int, Channel] = {}
         self._embedded: dict[int, Target] = {}
@@ -95,6 +136,8 @@ class WeightSender:
                 other ranks, who need not know.
         """
         until = time.monotonic() + deadline
+        if self._communicators is not None:
+            self._communicators.connect(until)
         deliveries: dict[int, ChannelDelivery | LocalDelivery] = {}
         try:
             for target, made in self._channels.items():
@@ -114,10 +157,13 @@ class WeightSender:
         finally:
             for delivery in deliveries.values():
                 delivery.close()
-        for delivery in deliveries.values():
-            if delivery.failure is not None:
-                raise delivery.failure
-        return SyncReport(sums, loaded, seconds)
+        failures = {target: d.failure for target, d in deliveries.items() if d.failure is not None}
+        if self._communicators is not None:
+            self.lost |= {self._plan.target.replica_of[target] for target in failures}
+        for failure in failures.values():
+            raise failure
+        lost = dict(self._communicators.lost) if self._communicators is not None else {}
+        return SyncReport(sums, loaded, seconds, lost)
 
     def close(self) -> None:
         """Give the sockets back; this sender syncs no more."""
@@ -137,6 +183,64 @@ class WeightSender:
             pieces = self._plan.source.shard(self._rank).pieces
             self._sums = (addresses, RegionSums(piece_regions(pieces, source, self._plan.source), self._dtype))
         return self._sums[1].run()
+
+
+class SyncMember:
+    """A process's place in the syncs: its sender, made anew for new terms, and its communicators, which outlive it."""
+
+    def __init__(self, config: Config, rank: int, device: torch.device) -> None:
+        """
+        Args:
+            rank: as `SyncTerms` counts processes.
+        """
+        self._config, self._rank, self._device = config, rank, device
+        self._store: dist.Store | None = None
+        self._communicators: Communicators | None = None
+        self._sender: WeightSender | None = None
+
+    @property
+    def sender(self) -> WeightSender:
+        assert self._sender is not None, "prepare comes first"
+        return self._sender
+
+    def open_store(self, address: str) -> int:
+        """Serve the store at which all processes' communicators meet, once; returns its port."""
+        if self._store is None:
+            timeout = timedelta(seconds=self._config.run.deadline)
+            self._store = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+        port: int = self._store.port  # type: ignore[attr-defined]
+        return port
+
+    def prepare(self, source: Layout, terms: SyncTerms, *, is_embedded: bool = False, group: Any = None) -> Facts:
+        """Plan, and take new buffers.
+
+        Args:
+            group: of torch.distributed, where `terms` has no store.
+        """
+        made = terms.plan(source, self._config)
+        if terms.store is not None:
+            group = self._join(*terms.store)
+            group.assign(memberships(made, terms.hosts, terms.generations), made.target.replica_of)
+        if self._sender is not None:
+            self._sender.close()
+        names = None if is_embedded else terms.names
+        dtype = wire_dtype(self._config)
+        self._sender = WeightSender(made, dtype, self._rank, terms.hosts, self._device, names, group)
+        summary = made.summary() if self._rank == 0 else None
+        return Facts(len(made.buckets), summary, self._sender.sockets)
+
+    def lost(self) -> set[int]:
+        """Replicas whose communicator is not to be used again."""
+        broken = set(self._communicators.lost) if self._communicators is not None else set()
+        return broken | (self._sender.lost if self._sender is not None else set())
+
+    def _join(self, address: str, port: int) -> Communicators:
+        if self._communicators is None:
+            if self._store is None:
+                timeout = timedelta(seconds=self._config.run.deadline)
+                self._store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
+            self._communicators = Communicators(self._store, self._rank, self._device)
+        return self._communicators
 
 
 def checksum_regions(layout: Layout, rank: int) -> list[ChecksumRegion]:

@@ -191,6 +191,16 @@ def test_yaml_and_back_is_the_identity(tmp_path: Path, name: str) -> None:
             {"cluster": {"gpus_per_node": 2}, "rollout": {"tensor": 2, "engine": "hf"}},
             "rollout.tensor: is 2, but the hf engine has no tensor parallel; set it to 1 or rollout.engine to sglang",
         ),
+        (
+            {"cluster": {"gpus_per_node": 4}, "rollout": {"tensor": 2, "num_gpus": 3}},
+            "rollout.num_gpus: 3 is no multiple of rollout.tensor = 2; change one of them",
+        ),
+        ({"rollout": {"num_gpus": -1}}, "rollout.num_gpus: is -1, must be at least 0"),
+        (
+            {"rollout": {"num_gpus": 1, "engine": "hf"}},
+            "rollout.num_gpus: is 1, but the hf engine lives in the trainer's processes; set it to 0 or rollout.engine "
+            "to sglang",
+        ),
         ({"rollout": {"n": 0}}, "rollout.n: is 0, must be at least 1"),
         (
             {"algorithm": {"advantage": "rloo"}},
@@ -385,7 +395,7 @@ def test_validation_finds_faults_and_never_has_one(data: st.DataObject) -> None:
     if not config.validate(made):
         for parallel in made.roles().values():
             assert made.cluster.num_ranks % parallel.model_size == 0
-        assert made.num_replicas * made.rollout.tensor == made.cluster.num_ranks
+        assert made.num_replicas * made.rollout.tensor == (made.rollout.num_gpus or made.cluster.num_ranks)
 
 
 # ------------------------------------------------------------------------------------------------ files
@@ -443,3 +453,11 @@ def test_derived_values() -> None:
     assert list(build(algorithm={"advantage": "grpo"}, rollout={"n": 2}).roles()) == ["actor"]
     assert found.run.folder == "runs/x"
     assert (found.reward.validation_function, build(run={"dir": "d"}).run.folder) == ("exact", "d")
+
+
+def test_an_engine_on_gpus_of_its_own_has_its_own_replicas_and_never_sleeps() -> None:
+    """Its tensor-parallel size need not fit the trainers' GPUs."""
+    own = {"cluster": {"gpus_per_node": 3}, "rollout": {"tensor": 4, "num_gpus": 8}}
+    found = build(**own)
+    assert (found.num_replicas, found.cluster.num_ranks, found.rollout.sleeps) == (2, 3, False)
+    assert build().rollout.sleeps

@@ -122,6 +122,18 @@ def test_each_replica_gets_the_sockets_of_its_ranks() -> None:
     ]
 
 
+def test_an_engine_on_gpus_of_its_own_keeps_its_memory_and_forgets_old_prefixes(gathered: list[Any]) -> None:
+    own = config.build({"model": {"create": {}}, "data": {"create": {}}, "rollout": {"num_gpus": 2}})
+    workers = [Worker(0), Worker(1)]
+    made = Rollout(own, workers, ["h", "h"], embedded=False, gpus=[" (GPU 4)", " (GPU 5)"])
+    made.sleep()
+    made.wake_weights()
+    made.resume()
+    assert [worker.called for worker in workers] == [[("flush_cache",)]] * 2
+    callees = [Callee("SGLang replica 0 (GPU 4)", "h"), Callee("SGLang replica 1 (GPU 5)", "h")]
+    assert [asked[0] for asked in gathered] == [callees]
+
+
 def test_memory_comes_and_goes_on_replicas_but_not_on_an_embedded_engine(gathered: list[Any]) -> None:
     replica, trainer = Worker(0), Worker(0)
     for worker, embedded in ((replica, False), (trainer, True)):

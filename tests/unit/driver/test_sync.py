@@ -19,9 +19,11 @@ from megarl.reshard.channel import UNVERIFIED, Difference, LoadReport
 from megarl.reshard.checksum import piece_regions
 from megarl.reshard.layout import Layout
 from megarl.reshard.layouts import sglang_layout
+from megarl.reshard.plan import Place
 from megarl.reshard.regions import RegionSums
 from megarl.workers.calls import Callee, WorkerError
-from megarl.workers.weights import SyncReport
+from megarl.workers.placement import Seat
+from megarl.workers.weights import Facts, SyncReport, SyncTerms
 
 SHAPE = LlamaConfig(
     hidden_size=8, num_attention_heads=2, num_key_value_heads=2, intermediate_size=6, num_hidden_layers=1, vocab_size=64
@@ -90,8 +92,12 @@ class Group:
     def __init__(self, events: list[Any]) -> None:
         self.events = events
         self.sent: list[SyncReport] = []
-        self.seats = [SimpleNamespace(host="h")] * 4
+        self.seats = [Seat("n", "h", "address", rank, "", rank) for rank in range(4)]
         self.actors = [SimpleNamespace(sync=Method(partial(self.sync, rank))) for rank in range(4)]
+        self.actors[0].open_store = Method(lambda address: f"port at {address}")
+        self.actors[0].layout = Method(lambda role: f"{role}'s layout")
+        self.lost: list[set[int]] = [set()] * 4
+        self.terms: list[SyncTerms] = []
 
     def sync(self, rank: int, *arguments: Any) -> SyncReport:
         self.events.append((rank, *arguments))
@@ -103,10 +109,44 @@ class Group:
         if method == "set_version":
             self.events.append(arguments[0])
             return []
+        if method == "lost_replicas":
+            return self.lost
         assert method == "prepare_sync"
-        assert arguments[1] == [0, 1, 2, 3]
-        assert arguments[2] == [f"SGLang tensor rank {r} of replica {p}" for p in range(2) for r in range(2)]
-        return [{"num_buckets": 2, "summary": "two buckets", "sockets": {r: f"s{r}"}} for r in range(4)]
+        self.terms.extend(arguments)
+        hosted = [t for t in range(4) if self.terms[-1].hosts[t] == t]
+        summary: Any = "two buckets"
+        return [Facts(2, summary, {r: f"s{r}"} if r in hosted else {}) for r in range(4)]
+
+
+class Receivers:
+    """Four, two on each of two other nodes."""
+
+    def __init__(self, events: list[Any]) -> None:
+        self.seats = [Seat(f"m{t // 2}", f"host{t // 2}", "", 4 + t % 2, "", 4 + t) for t in range(4)]
+        self.callees = [Callee(f"receiver {t}", f"host{t // 2}") for t in range(4)]
+        self.dead: list[int] = []
+        self.lost: list[set[int]] = [set()] * 4
+        self.prepared: list[Any] = []
+
+        def prepare(target: int, *arguments: Any) -> Facts:
+            self.prepared.append(arguments)
+            return Facts(2, None, {target: f"r{target}"})
+
+        def sync(target: int, *arguments: Any) -> SyncReport:
+            events.append((f"receiver {target}", *arguments))
+            return SyncReport([], {}, 0.0)
+
+        self.actors = [
+            SimpleNamespace(
+                prepare_sync=Method(partial(prepare, t)),
+                sync=Method(partial(sync, t)),
+                lost_replicas=Method(lambda t=t: self.lost[t]),
+            )
+            for t in range(4)
+        ]
+
+    def replace_dead(self) -> list[int]:
+        return self.dead
 
 
 @pytest.fixture
@@ -135,6 +175,62 @@ def test_trainers_and_replicas_are_called_at_once_and_once_each(sync: WeightSync
         assert events == calls + [(rank, number, version, 90.0) for rank in range(4)]
         assert timings.keys() == {"timing_s/sync_move", "timing_s/sync_verify"}
         assert min(timings.values()) >= 0
+
+
+def test_colocated_each_trainer_receives_for_the_engine_rank_on_its_gpu(sync: WeightSync) -> None:
+    (terms,) = sync.group.terms  # type: ignore[attr-defined]
+    assert (terms.hosts, terms.target_places, terms.generations) == ((0, 1, 2, 3), terms.source_places, {})
+    assert terms.store == ("127.0.0.1", "port at 127.0.0.1")
+    assert list(terms.names) == [f"SGLang tensor rank {r} of replica {p}" for p in range(2) for r in range(2)]
+
+
+SPLIT = replace(CONFIG, rollout=replace(CONFIG.rollout, num_gpus=4))
+
+
+@pytest.fixture
+def split(events: list[Any], monkeypatch: pytest.MonkeyPatch) -> WeightSync:
+    """The engine has GPUs of its own."""
+    monkeypatch.setattr(driver_sync, "gather", lambda refs, callees, stage, deadline: refs)
+    group = Group(events)
+    made = WeightSync(SPLIT, group, Rollout(events), SHAPE, Receivers(events))  # type: ignore[arg-type]
+    group.sent = [SyncReport(sums(made._source, r, zeros(made._source, r)), {}, 0.0) for r in range(4)]
+    made.prepare()
+    return made
+
+
+def test_in_split_placement_receivers_on_the_engines_gpus_take_part(split: WeightSync, events: list[Any]) -> None:
+    (terms,) = split.group.terms  # type: ignore[attr-defined]
+    assert terms.hosts == (4, 5, 6, 7)
+    assert terms.source_places == tuple(Place(0, gpu) for gpu in range(4))
+    assert terms.target_places == (Place(1, 4), Place(1, 5), Place(2, 4), Place(2, 5))
+    assert terms.store == ("address", "port at address")
+    assert terms.names[3] == "SGLang tensor rank 1 of replica 1 (GPU 5) on host1"
+    assert split.receivers.prepared == [("actor's layout", terms)] * 4  # type: ignore[union-attr]
+    split.run(7)
+    assert events == [
+        ("replicas", 1, ["r0", "r1", "r2", "r3"], 7, 90.0),
+        *((rank, 1, 7, 90.0) for rank in range(4)),
+        *((f"receiver {target}", 1, 7, 90.0) for target in range(4)),
+    ]
+
+
+def test_lost_replicas_get_a_new_communicator_at_the_next_prepare_and_others_stay(split: WeightSync) -> None:
+    group, receivers = split.group, split.receivers
+    group.lost = [{1}, set(), {1}, set()]  # type: ignore[attr-defined]
+    split.prepare()
+    group.lost = [set()] * 4  # type: ignore[attr-defined]
+    receivers.dead = [2]  # type: ignore[union-attr]
+    split.prepare()
+    receivers.dead, receivers.lost = [], [set(), {0}, set(), set()]  # type: ignore[union-attr]
+    split.prepare()
+    assert [terms.generations for terms in group.terms] == [{}, {1: 1}, {1: 2}, {1: 2, 0: 1}]  # type: ignore[attr-defined]
+
+
+def test_a_trainer_that_could_not_send_says_why(split: WeightSync) -> None:
+    sent = split.group.sent  # type: ignore[attr-defined]
+    sent[2] = replace(sent[2], lost={1: "the communicator of rollout replica 1 broke: it fell"})
+    with pytest.raises(WorkerError, match="^weight sync: trainer rank 2 on h: the communicator .* 1 broke: it fell$"):
+        split.run(1)
 
 
 def test_the_time_to_verify_is_the_longest_that_anyone_took(sync: WeightSync, monkeypatch: pytest.MonkeyPatch) -> None:

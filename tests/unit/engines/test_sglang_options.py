@@ -18,8 +18,8 @@ KNOWN = [
 ]
 
 
-def options(device="cuda", known=KNOWN, sglang=None, **changes):
-    rollout = RolloutConfig(sglang=sglang or SGLangConfig())
+def options(device="cuda", known=KNOWN, sglang=None, num_gpus=0, **changes):
+    rollout = RolloutConfig(sglang=sglang or SGLangConfig(), num_gpus=num_gpus)
     return server_options("m", 2, rollout, "bf16", 768, seed=5, device=device, known=known, **changes)
 
 
@@ -42,6 +42,7 @@ def test_cuda_sleeps_and_captures_decode_graphs_only():
     assert chosen["mem_fraction_static"] == 0.4
     assert chosen["base_gpu_id"] == 3
     assert options(sglang=SGLangConfig(sleep=False))["enable_memory_saver"] is False
+    assert options(num_gpus=2)["enable_memory_saver"] is False  # of its own
 
 
 def test_names_that_this_sglang_lacks_are_left_out():
