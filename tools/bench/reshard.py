@@ -109,7 +109,8 @@ def make_run(args: argparse.Namespace, folder: str, model: str, precision: str) 
     prompts = 8 * args.gpus
     sglang: dict[str, Any] = {"memory_fraction": args.memory_fraction, "max_running_requests": 64}
     if precision == "bf16":
-        sglang["options"] = {"disable_cuda_graph": True}  # capturing takes a minute, and no answer here is long
+        # Capturing graphs takes a minute, and no answer here is long.
+        sglang["options"] = {"disable_cuda_graph": True, "max_total_tokens": args.max_tokens}
     offload = {"parameters": args.offload, "gradients": args.offload, "optimizer": args.offload}
     parallel = {"tensor": args.tensor, "pipeline": args.pipeline, "sequence": args.tensor > 1}
     return configuration.build(
@@ -230,6 +231,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--bucket-mb", type=int, default=512)
     parser.add_argument("--verify", choices=("checksum", "bitwise", "off"), default="checksum")
     parser.add_argument("--memory-fraction", type=float, default=0.3, help="of the GPU, for SGLang")
+    parser.add_argument("--max-tokens", type=int, default=65536, help="of SGLang's KV cache")
     parser.add_argument("--offload", action="store_true", help="the actor's memory is on the host while SGLang answers")
     parser.add_argument("--lock", help="a file: benchmarks with the same one start together and measure in turn")
     parser.add_argument("--warmup", type=int, default=3)
