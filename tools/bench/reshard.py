@@ -72,11 +72,10 @@ def main() -> None:
             with StopRequest() as stop:
                 session = setup.build(created, inputs, stop)
                 with alone(args.lock):
-                    result = measure(args, session, copy_rate)
+                    print(json.dumps(measure(args, session, copy_rate)), flush=True)
                 session.rollout.shutdown()
         finally:
             ray.shutdown()
-    print(json.dumps(result), flush=True)
 
 
 def measured_copy_rate() -> float:
