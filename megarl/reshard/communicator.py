@@ -172,10 +172,14 @@ class Communicators:
 
     def _make(self, replica: int, until: float) -> Any:
         members = self._members[replica]
-        store = dist.PrefixStore(  # type: ignore[attr-defined, unused-ignore]
-            f"replica {replica}, {members}/", self._store
+        # Apart: NCCL keeps its own number under the key "0", and whoever found our word there would take it for that.
+        meeting, store = (
+            dist.PrefixStore(  # type: ignore[attr-defined, unused-ignore]
+                f"replica {replica}, {members}, {use}/", self._store
+            )
+            for use in ("meeting", "backend")
         )
-        self._meet(store, members, until)
+        self._meet(meeting, members, until)
         rank, size = members.ranks.index(self._rank), len(members.ranks)
         if self._device.type == "cpu":
             return dist.ProcessGroupGloo(store, rank, size, _left(until))

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megarl import config
 from megarl.reshard.communicator import Communicators, Membership, memberships
@@ -291,3 +292,18 @@ def test_messages_under_way_are_few_over_nccl_and_in_one_order(monkeypatch: pyte
     events.clear()
     made.exchange([Message(7, 2, torch.empty(0)), Message(6, 1, torch.empty(0))], [])
     assert events == ["send 2 to 1 of 2", "end 2"]
+
+
+def test_a_backend_finds_none_of_our_words_in_its_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL reads its number from the key "0", which may not hold anything else before the first rank has written it."""
+    found = []
+
+    class Backend:
+        def __init__(self, store: Any, rank: int, *rest: Any) -> None:
+            found.append(store.check([str(rank)]))
+
+    monkeypatch.setattr(dist, "ProcessGroupGloo", Backend)
+    made = Communicators(dist.HashStore(), 0, CPU)
+    made.assign({0: Membership((0,))}, (0,))
+    made.connect(time.monotonic() + DEADLINE)
+    assert (found, made.lost) == ([False], {})
