@@ -163,7 +163,8 @@ class Communicators:
         try:
             yield
         except (RuntimeError, TimeoutError) as error:  # torch.distributed's own errors are RuntimeErrors
-            self.lost[replica] = f"the communicator of rollout replica {replica} broke: {error}"
+            reason = str(error).split("\nException raised from")[0]  # torch adds a C++ stack
+            self.lost[replica] = f"the communicator of rollout replica {replica} broke: {reason}"
         if replica in self.lost:
             self.abort(replica)
 
