@@ -6,11 +6,7 @@ import concurrent.futures
 import contextlib
 import copy
 import dataclasses
-import os
-import tempfile
 import time
-import uuid
-from datetime import timedelta
 from importlib.util import find_spec
 from types import SimpleNamespace
 
@@ -18,45 +14,33 @@ import numpy as np
 import psutil
 import pytest
 import torch
-import torch.distributed as dist
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3MoeConfig
+from transformers import LlamaConfig, Qwen2Config, Qwen3MoeConfig
 
 from megarl import config as megarl_config
-from megarl.config import ParallelConfig, RolloutConfig, SGLangConfig
 from megarl.driver.sync import WeightSync
 from megarl.engines.sglang import SGLangEngine
-from megarl.model.families import declare
-from megarl.model.role_layout import role_layout
-from megarl.reshard import hf_files
 from megarl.reshard.channel import UNVERIFIED, Channel, ChannelDelivery
-from megarl.reshard.checksum import TensorChecksums, compare
-from megarl.reshard.executor import Executor
-from megarl.reshard.layouts import hf_layout, sglang_layout
-from megarl.reshard.plan import plan
 from megarl.reshard.transports import BucketRegion
-from megarl.types import GenerationRequest, SamplingParams
-from megarl.workers.weights import WeightSender
-from tests.processes import Party, inject, parties
+from megarl.types import SamplingParams
+from tests.e2e.sglang_replica import (
+    CPU,
+    MAX_LENGTH,
+    SIZES,
+    Trainers,
+    assert_greedy_as,
+    logprobs_of,
+    make_requests,
+    running_engine,
+    save_model,
+    target_layout,
+)
+from tests.processes import parties
 
 pytestmark = [
     pytest.mark.sglang,
     pytest.mark.skipif(find_spec("sglang") is None, reason="SGLang is not installed"),
 ]
 
-VOCAB, MAX_LENGTH = 99, 40
-SIZES = {
-    "vocab_size": VOCAB,
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 128,
-    "max_position_embeddings": MAX_LENGTH,
-    "initializer_range": 0.2,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
 CONFIGS = {
     "llama": LlamaConfig(**SIZES, tie_word_embeddings=False),
     "qwen2-tied": Qwen2Config(**SIZES, tie_word_embeddings=True),
@@ -68,17 +52,6 @@ CONFIG = megarl_config.build(
 EXPERTS = Qwen3MoeConfig(
     **SIZES, head_dim=32, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True
 )
-
-
-def save_model(config, seed, folder):
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("bias") or "norm" in name:
-                parameter.add_(0.2 * torch.randn_like(parameter))
-    model.save_pretrained(folder)
-    return model.eval()
 
 
 @dataclasses.dataclass
@@ -96,28 +69,10 @@ def start(kind, tensor, folder, load_weights=True):
     config = EXPERTS if kind == "qwen3_moe" else CONFIGS[kind]
     model = save_model(config, 0, folder / "model")
     other = save_model(config, 1, folder / "other")
-    rollout = RolloutConfig(tensor=tensor, sglang=SGLangConfig(max_running_requests=16))
-    before = set(psutil.Process().children(recursive=True))
-    engine = SGLangEngine(
-        str(folder / "model"),
-        tensor,
-        rollout,
-        "fp32",
-        MAX_LENGTH,
-        seed=1,
-        device="cpu",
-        load_weights=load_weights,
-        log_file=str(folder / "sglang.log"),
-    )
-    try:
+    with running_engine(folder / "model", tensor, folder / "sglang.log", load_weights) as engine:
         trainers = Trainers(config, folder, tensor)
         with parties(*trainers.parties):
             yield Replica(engine, str(folder / "model"), model, str(folder / "other"), other, trainers)
-    finally:
-        engine.shutdown()
-    assert not engine.is_alive
-    left = [p for p in psutil.Process().children(recursive=True) if p not in before]
-    assert [p for p in left if "sglang" in p.name() or "spawn_main" in " ".join(p.cmdline())] == []
 
 
 @pytest.fixture(scope="module", params=list(CONFIGS))
@@ -126,100 +81,9 @@ def replica(request, tmp_path_factory):
         yield started
 
 
-def make_requests(count=8, max_new_tokens=10, **sampling):
-    rng = np.random.default_rng(0)
-    params = SamplingParams(max_new_tokens=max_new_tokens, **sampling)
-    return [GenerationRequest(str(i), rng.integers(0, VOCAB, 3 + i), params, seed=i) for i in range(count)]
-
-
-def assert_greedy_as(model, requests, results):
-    for request, result in zip(requests, results, strict=True):
-        prompt = torch.from_numpy(request.prompt_ids)[None]
-        expected = model.generate(
-            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=10, do_sample=False, pad_token_id=0
-        )
-        assert result.uid == request.uid
-        assert result.response_ids.tolist() == expected[0, prompt.shape[1] :].tolist()
-        np.testing.assert_allclose(result.logprobs, logprobs_of(model, request, result), atol=1e-4)
-
-
-@torch.no_grad()
-def logprobs_of(model, request, result, temperature=1.0):
-    ids = torch.from_numpy(np.concatenate([request.prompt_ids, result.response_ids]))[None]
-    logits = model(ids).logits[0, len(request.prompt_ids) - 1 : -1] / temperature
-    return torch.log_softmax(logits, -1).gather(1, torch.from_numpy(result.response_ids)[:, None])[:, 0].numpy()
-
-
-# ---------------------------------------------------------------------------------------- trainers
-
-NUM_TRAINERS = 4
-PARALLEL = ParallelConfig(tensor=2, pipeline=2)
-CPU = torch.device("cpu")
-
-
-class Trainer:
-    """A rank of Megatron's layout tp2 x pp2 without Megatron: its parameters come from a folder, and go to SGLang."""
-
-    def __init__(self, config, store, rank, tensor, fault=None):
-        tempfile.tempdir = os.path.dirname(store)  # where its sockets lie when it is killed
-        file_store = dist.FileStore(store, NUM_TRAINERS)
-        group = dist.ProcessGroupGloo(file_store, rank, NUM_TRAINERS, timedelta(seconds=30))
-        self.whole = hf_layout(declare(config))
-        self.layout, self.rank = role_layout("actor", config, PARALLEL, NUM_TRAINERS, fused_norms=False), rank
-        self.parameters = {n: torch.zeros(s) for n, s in self.layout.shard(rank).parameters.items()}
-        made = plan(self.layout, target_layout(config, tensor), 4, bucket_bytes=16_000)
-        assert len(made.buckets) > 5
-        names = [f"SGLang tensor rank {t} of replica 0" for t in range(tensor)]
-        self.sender = WeightSender(made, torch.float32, rank, range(tensor), CPU, names, group)
-        if fault is not None:
-            inject(Executor, "exchange", *fault)
-
-    def sockets(self):
-        return self.sender.sockets
-
-    def sync(self, number, folder, verify):
-        hf_files.load(folder, self.layout, self.rank, self.parameters, self.whole)
-        return self.sender.sync(number, self.parameters, None, verify, 60.0)
-
-
-def target_layout(config, tensor):
-    return sglang_layout(declare(config), tensor, 1, 64)
-
-
-class Trainers:
-    """All ranks of the trainers. fault: of rank 1, see `inject`."""
-
-    def __init__(self, config, folder, tensor, fault=None):
-        self.config, self.tensor, self.number = config, tensor, 0
-        store = str(folder / f"store{uuid.uuid4().hex}")
-        faults = {1: fault}
-        self.parties = [Party(Trainer, config, store, r, tensor, faults.get(r)) for r in range(NUM_TRAINERS)]
-        found = {t: path for party in self.parties for t, path in party.call("sockets").items()}
-        self.sockets = [found[t] for t in range(tensor)]
-
-    def start(self, folder, verify):
-        self.number += 1
-        for party in self.parties:
-            party.start("sync", self.number, folder, verify)
-
-    def results(self):
-        return [party.result() for party in self.parties]
-
-    def check(self, sent, loaded):
-        """What SGLang holds is what was sent."""
-        assert [report.differences for report in loaded] == [[]] * self.tensor
-        source = role_layout("actor", self.config, PARALLEL, NUM_TRAINERS, fused_norms=False)
-        expected = TensorChecksums(source, range(NUM_TRAINERS)).of({r: report.sums for r, report in enumerate(sent)})
-        target = TensorChecksums(target_layout(self.config, self.tensor), range(self.tensor))
-        compare(expected, target.of({t: report.sums for t, report in enumerate(loaded)}), "replica 0")
-
-
 def load_and_verify(replica, trainers, folder, model, version, verify="checksum"):
     """Take weights from the trainers, then compare answers with transformers, and checksums."""
-    trainers.start(folder, verify)
-    loaded = replica.engine.load_weights(trainers.number, trainers.sockets, version)
-    trainers.check(trainers.results(), loaded)
-    replica.engine.flush_cache()
+    trainers.load_into(replica.engine, folder, version, verify)
     requests = make_requests(temperature=0.0)
     results = replica.engine.generate(requests)
     assert_greedy_as(model, requests, results)
