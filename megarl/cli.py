@@ -20,7 +20,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command = commands.add_parser(name, help=text, description=text)
         command.add_argument("config", help="YAML file, e.g. configs/quickstart.yaml")
         command.add_argument(
-            "overrides", nargs="*", metavar="key=value", help="e.g. run.total_steps=10 actor.optimizer.lr=1e-6"
+            "more",
+            nargs="*",
+            metavar="file.yaml | key=value",
+            help="more files, each laid over those before it, e.g. configs/algorithms/dr_grpo.yaml; over all of them "
+            "values, e.g. run.total_steps=10 actor.optimizer.lr=1e-6",
         )
     commands.add_parser("keys", help="list every configuration key")
     given = parser.parse_args(arguments)
@@ -28,7 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("\n".join(config.config_keys()))
         return 0
     try:
-        loaded = config.load(given.config, given.overrides)
+        files = [argument for argument in given.more if "=" not in argument and argument.endswith((".yaml", ".yml"))]
+        loaded = config.load([given.config, *files], [argument for argument in given.more if argument not in files])
     except config.ConfigError as error:
         print(error, file=sys.stderr)
         return 2

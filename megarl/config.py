@@ -68,6 +68,9 @@ class RunConfig:
     deadline: float = 1800.0
     """Seconds that any one stage of a step may take before the run stops with the name of the stage."""
     startup_deadline: float = 600.0
+    max_replica_restarts: int = 3
+    """SGLang replicas that have died are replaced, and their prompts run again, so many times in a run; then it stops
+    with the reasons."""
 
     @property
     def folder(self) -> str:
@@ -229,6 +232,11 @@ class RecomputeConfig:
     time."""
 
 
+CLIP_RANGES = {"ppo": (0.2, 0.2), "gspo": (3e-4, 4e-4), "cispo": (1.0, 0.2)}
+"""How far below and above 1 each policy loss clips, where actor.clip_low and actor.clip_high are empty: verl's for ppo,
+the paper's for gspo, for cispo no lower bound (the paper's) and verl's above."""
+
+
 @dataclass(frozen=True)
 class ActorConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -236,16 +244,34 @@ class ActorConfig:
     batch: BatchConfig = field(default_factory=BatchConfig)
     offload: OffloadConfig = field(default_factory=OffloadConfig)
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
-    clip_low: float = 0.2
-    clip_high: float = 0.2
+    policy_loss: Literal["ppo", "gspo", "cispo", "sapo", "gpg"] = "ppo"
+    """docs/algorithms.md has the formulas and papers. gspo and sapo are published with aggregation
+    seq-mean-token-mean."""
+    clip_low: float | None = None
+    """The ratio is clipped at 1 - clip_low and 1 + clip_high; empty: 0.2 and 0.2 for ppo; 3e-4 and 4e-4 for gspo, whose
+    ratio is a mean over the answer; 1 (no bound below) and 0.2 for cispo."""
+    clip_high: float | None = None
     dual_clip: float | None = 3.0
+    """ppo: bounds the ratio where the advantage is negative; empty: no bound."""
+    sapo_tau_positive: float = 1.0
+    """sapo: how soon the gradient fades as the ratio leaves 1, where the advantage is positive."""
+    sapo_tau_negative: float = 1.05
+    """The same where it is negative."""
     entropy_coef: float = 0.0
     aggregation: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "constant"] = "token-mean"
     aggregation_constant: float | None = None
-    """What aggregation `constant` divides by."""
+    """What aggregation `constant` divides by; empty: Dr. GRPO's, the answers of a mini-batch (mini_batch_prompts x
+    rollout.n) x data.max_response_length."""
     kl_loss_coef: float = 0.0
     """KL to the reference as a term of the loss; 0: none."""
-    kl_loss_kind: Literal["k1", "abs", "k2", "k3"] = "k3"
+    kl_loss_kind: Literal["k1", "abs", "k2", "k3", "k1+", "k3+"] = "k3"
+    """k1+ and k3+ have the value of k1 and k3 with the gradient of k2, an unbiased estimate of the KL's."""
+
+    @property
+    def clip_range(self) -> tuple[float, float]:
+        """clip_low and clip_high, or this policy loss's own; of ppo, gspo and cispo."""
+        low, high = CLIP_RANGES[self.policy_loss]
+        return (low if self.clip_low is None else self.clip_low, high if self.clip_high is None else self.clip_high)
 
 
 @dataclass(frozen=True)
@@ -269,20 +295,72 @@ class ReferenceConfig:
 
 
 @dataclass(frozen=True)
+class CorrectionConfig:
+    """What is done about the rollout engine and the trainer giving the same token other probabilities: factors on the
+    policy loss, from the ratio trainer / rollout before the update."""
+
+    weights: Literal["none", "token", "sequence"] = "none"
+    """Weigh the policy loss by the ratio: each token by its own, or all of an answer's by the product of theirs."""
+    max_weight: float = 2.0
+    """Larger ratios are truncated to this, or with min_weight dropped."""
+    min_weight: float | None = None
+    """IcePop: what lies outside min_weight .. max_weight (0.5 and 5 are usual) weighs 0; empty: it is truncated."""
+    reject: Literal["none", "token", "seq_sum", "seq_mean", "seq_max"] = "none"
+    """Leave tokens out of the policy loss whose reject_kind is out of bounds: token by token, or whole answers by its
+    sum, mean or worst token. They still count in what the loss is divided by."""
+    reject_kind: Literal["k1", "k2", "k3"] = "k1"
+    """k1: the ratio (seq_sum: its product, seq_mean: its geometric mean). k2, k3: the estimates of the KL divergence,
+    which are 0 where both agree."""
+    reject_above: float | None = None
+    """The upper bound; always needed."""
+    reject_below: float | None = None
+    """The lower bound of k1; empty: 1 / reject_above."""
+
+    @property
+    def is_on(self) -> bool:
+        return self.weights != "none" or self.reject != "none"
+
+
+@dataclass(frozen=True)
 class AlgorithmConfig:
-    advantage: Literal["gae", "grpo", "rloo"] = "gae"
+    advantage: Literal["gae", "grpo", "rloo", "opo", "gpg", "grpo_passk", "reinforce_pp", "reinforce_pp_baseline"] = (
+        "gae"
+    )
+    """docs/algorithms.md has the formulas and papers. gae needs a critic; all others but reinforce_pp compare the
+    answers to one prompt."""
     gamma: float = 1.0
+    """gae and reinforce_pp."""
     lam: float = 1.0
+    """gae."""
     whiten_advantages: bool = True
-    """gae only: zero mean and unit variance over the global batch."""
+    """gae, reinforce_pp and reinforce_pp_baseline: zero mean and unit variance over the global batch."""
     normalise_by_std: bool = True
-    """grpo only: divide by the group's standard deviation."""
+    """grpo and grpo_passk: divide by the group's standard deviation."""
     kl_in_reward_coef: float = 0.0
-    """KL to the reference subtracted from the reward; 0: none."""
+    """KL to the reference subtracted from the reward of gae and reinforce_pp; 0: none."""
     kl_in_reward_kind: Literal["k1", "abs", "k2", "k3"] = "k1"
     kl_target: float | None = None
     """Adapt kl_in_reward_coef to keep the KL near this value (arXiv:1909.08593); empty: fixed."""
     kl_horizon: int = 10000
+    correction: CorrectionConfig = field(default_factory=CorrectionConfig)
+
+    @property
+    def compares_answers(self) -> bool:
+        """Whether an answer's advantage depends on the other answers to its prompt."""
+        return self.advantage not in ("gae", "reinforce_pp")
+
+    @property
+    def whitens(self) -> bool:
+        return self.whiten_advantages and self.advantage in ADVANTAGES_WITH["whiten_advantages"]
+
+
+ADVANTAGES_WITH = {
+    "gamma": ("gae", "reinforce_pp"),
+    "lam": ("gae",),
+    "whiten_advantages": ("gae", "reinforce_pp", "reinforce_pp_baseline"),
+    "normalise_by_std": ("grpo", "grpo_passk"),
+}
+"""Keys of `algorithm` that only these advantages look at; anywhere else they stay at their default."""
 
 
 @dataclass(frozen=True)
@@ -297,16 +375,45 @@ class ValidationConfig:
 
 @dataclass(frozen=True)
 class SGLangConfig:
-    """SGLang's own server options, by our names for the usual ones; `options` passes any other through as it is."""
+    """SGLang's own server options, by our names for the usual ones; `options` passes any other through as it is. Where
+    one may be null, null leaves it to SGLang."""
 
     memory_fraction: float = 0.5
-    """Share of the GPU that SGLang may take for weights and KV cache."""
+    """Share of the GPU that SGLang may take for weights and KV cache. Raise it where the trainers are offloaded while
+    SGLang is awake, or where the log says that requests are retracted; lower it when waking up runs out of memory."""
     max_running_requests: int = 1024
+    """Answers of one replica that are generated together; the others wait. Decode is faster in larger batches, as long
+    as the KV cache holds them."""
+    chunked_prefill_size: int | None = None
+    """Prompt tokens that one prefill step takes; longer prompts are cut, -1 never cuts. Lower it when long prompts run
+    out of memory or hold up decoding."""
+    max_prefill_tokens: int | None = None
+    """Prompt tokens that are prefilled together, of all prompts. Raise it where many prompts come at once and the
+    GPU has memory to spare; lower it when prefill runs out of memory."""
     cuda_graph_max_batch: int = 256
+    """Largest decode batch that runs as a captured CUDA graph. Larger ones are slower, as in eager mode; each captured
+    size costs memory and time at start. Raise it to the answers that a replica usually has in flight."""
+    eager: bool = False
+    """Capture no CUDA graphs at all: a quick start for debugging, and much slower decoding of small batches."""
+    radix_cache: bool = True
+    """Keep the KV cache of prompts that share a prefix, as the n answers to one prompt do. Turn it off when all
+    prompts differ and n is 1, or to rule it out as the cause of an error."""
+    kv_cache_dtype: Literal["auto", "bf16", "fp8_e5m2", "fp8_e4m3"] = "auto"
+    """auto is that of the weights. fp8 holds twice the tokens, and its log-probs differ from the trainer's: watch
+    training/rollout_probs_diff_mean."""
     attention_backend: str | None = None
+    """Kernels of attention: triton, fa3, flashinfer, torch_native and others, as the installed SGLang knows them."""
+    expert: int = 1
+    """Expert-parallel size: so many groups of a replica's tensor-parallel ranks share the experts out. It divides
+    rollout.tensor. 1 splits each expert over all ranks; raise it when their slices get thin."""
+    log_stats: float = 0.0
+    """Seconds between lines in the replica's log file that say what it does: requests that run and wait, KV cache in
+    use, tokens a second, hits of the radix cache. 0: none."""
     sleep: bool = True
     """Colocated: release weights and KV cache while training."""
     options: dict[str, Any] = field(default_factory=dict)
+    """Any other of SGLang's server options by its own name; one that changes where weights lie is refused, for the
+    sync would not find them."""
 
 
 @dataclass(frozen=True)
@@ -325,6 +432,8 @@ class RolloutConfig:
     top_k: int = -1
     max_batch: int = 256
     """hf engine: sequences generated together."""
+    ignore_eos: bool = False
+    """Every answer takes all of data.max_response_length, for benchmarks; validation answers end as ever."""
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     sglang: SGLangConfig = field(default_factory=SGLangConfig)
 
@@ -340,6 +449,12 @@ class RewardConfig:
     """gsm8k, gsm8k_flexible, exact, prefix, or the user's own as package.module:function."""
     validation: str | None = None
     """What validation answers are scored by; empty: the same function."""
+    num_workers: int = 4
+    """Processes that score answers, for each rollout process; none are started for the ready-made functions."""
+    time_limit: float = 10.0
+    """Seconds for one call of the function; past it the process is killed and the answer scores 0, with the reason."""
+    memory_mb: int = 4096
+    """Memory that a call may take beyond what importing the function took."""
 
     @property
     def validation_function(self) -> str:
@@ -407,6 +522,12 @@ class Config:
         return self.data.max_prompt_length + self.data.max_response_length
 
     @property
+    def aggregation_constant(self) -> float:
+        """What the actor's aggregation `constant` divides by."""
+        answers = self.actor.batch.mini_batch_prompts * self.rollout.n
+        return self.actor.aggregation_constant or float(answers * self.data.max_response_length)
+
+    @property
     def num_replicas(self) -> int:
         return (self.rollout.num_gpus or self.cluster.num_ranks) // self.rollout.tensor
 
@@ -434,6 +555,9 @@ VERL_KEYS = {
     "actor_rollout_ref.actor.clip_ratio_low": "actor.clip_low",
     "actor_rollout_ref.actor.clip_ratio_high": "actor.clip_high",
     "actor_rollout_ref.actor.clip_ratio_c": "actor.dual_clip",
+    "actor_rollout_ref.actor.policy_loss.loss_mode": "actor.policy_loss (vanilla is ppo)",
+    "actor_rollout_ref.actor.policy_loss.tau_pos": "actor.sapo_tau_positive",
+    "actor_rollout_ref.actor.policy_loss.tau_neg": "actor.sapo_tau_negative",
     "actor_rollout_ref.actor.entropy_coeff": "actor.entropy_coef",
     "actor_rollout_ref.actor.use_kl_loss": "actor.kl_loss_coef (0 turns it off)",
     "actor_rollout_ref.actor.kl_loss_coef": "actor.kl_loss_coef",
@@ -484,6 +608,14 @@ VERL_KEYS = {
     "algorithm.kl_ctrl.kl_coef": "algorithm.kl_in_reward_coef",
     "algorithm.kl_ctrl.target_kl": "algorithm.kl_target",
     "algorithm.kl_ctrl.horizon": "algorithm.kl_horizon",
+    "algorithm.rollout_correction.rollout_is": "algorithm.correction.weights",
+    "algorithm.rollout_correction.rollout_is_threshold": (
+        "algorithm.correction.max_weight and (for IcePop) algorithm.correction.min_weight"
+    ),
+    "algorithm.rollout_correction.rollout_rs": "algorithm.correction.reject and algorithm.correction.reject_kind",
+    "algorithm.rollout_correction.rollout_rs_threshold": (
+        "algorithm.correction.reject_above and algorithm.correction.reject_below (of trainer / rollout in k1)"
+    ),
     "trainer.total_epochs": "run.total_epochs",
     "trainer.total_training_steps": "run.total_steps",
     "trainer.save_freq": "run.save_every",
@@ -680,6 +812,7 @@ def _validate_sizes(config: Config) -> Iterator[str]:
                     f"so the stage does not split into virtual stages; set it to one"
                 )
     yield from _validate_placement(config)
+    yield from _validate_sglang(config)
     if config.rollout.engine == "hf" and config.rollout.tensor != 1:
         yield (
             f"rollout.tensor: is {config.rollout.tensor}, but the hf engine has no tensor parallel; "
@@ -706,13 +839,60 @@ def _validate_placement(config: Config) -> Iterator[str]:
         )
 
 
+SGLANG_OPTIONS_OF_OURS = {
+    "model_path": "model.path",
+    "dtype": "model.precision",
+    "tp_size": "rollout.tensor",
+    "ep_size": "rollout.sglang.expert",
+}
+SGLANG_OPTIONS_WITHOUT_A_LAYOUT = (
+    *("dp_size", "enable_dp_attention", "enable_dp_lm_head", "pp_size", "nnodes", "attn_cp_size", "moe_dp_size"),
+    *("moe_dense_tp_size", "moe_a2a_backend", "ep_num_redundant_experts", "enable_eplb", "quantization"),
+    *("torchao_config", "cpu_offload_gb"),
+)
+"""They move or change SGLang's parameters: reshard.layouts.sglang_layout knows tensor and expert parallel only."""
+
+SGLANG_REPACKING_MOE = ("flashinfer_trtllm", "experimental_sgl_trtllm", "flashinfer_cutlass", "aiter")
+"""MoE runners (of these and longer names) that reorder the experts' weights after loading: no plan describes that."""
+
+
+def _validate_sglang(config: Config) -> Iterator[str]:
+    """What the sync's target layout cannot express, and options that are ours under other names."""
+    own, key = config.rollout.sglang, "rollout.sglang"
+    if own.chunked_prefill_size is not None and own.chunked_prefill_size < 1 and own.chunked_prefill_size != -1:
+        yield f"{key}.chunked_prefill_size: is {own.chunked_prefill_size}, must be at least 1, or -1 for whole prompts"
+    if own.expert > 1 and config.rollout.engine != "sglang":
+        yield f"{key}.expert: is {own.expert}, but rollout.engine is {config.rollout.engine}; set it to 1"
+    elif own.expert > 1 and config.rollout.tensor >= 1 and config.rollout.tensor % own.expert:
+        yield f"{key}.expert: {own.expert} does not divide rollout.tensor = {config.rollout.tensor}; change one of them"
+    for name, value in own.options.items():
+        is_neutral = value in (None, 0, "none") or (value == 1 and value is not True)
+        if name in SGLANG_OPTIONS_OF_OURS:
+            yield f"{key}.options.{name}: here it is {SGLANG_OPTIONS_OF_OURS[name]}"
+        elif name in SGLANG_OPTIONS_WITHOUT_A_LAYOUT and not is_neutral:
+            instead = (
+                "; give replicas of their own instead: a smaller rollout.tensor makes more"
+                if "dp_" in name
+                else "; leave it out"
+            )
+            yield (
+                f"{key}.options.{name}: is {value!r}, but the layout that weights are synced by knows only tensor and "
+                f"expert parallel{instead}"
+            )
+        elif name == "moe_runner_backend" and str(value).startswith(SGLANG_REPACKING_MOE):
+            yield (
+                f"{key}.options.{name}: {value} reorders the experts' weights after loading, so that no sync could "
+                f"write them; use triton"
+            )
+
+
 def _validate_batches(config: Config) -> Iterator[str]:
     ranks, prompts = config.cluster.num_ranks, config.data.prompts_per_step
     if prompts < 1:
         yield f"data.prompts_per_step: is {prompts}, must be at least 1"
     if config.rollout.n < 1:
         yield f"rollout.n: is {config.rollout.n}, must be at least 1"
-    if config.algorithm.advantage in ("grpo", "rloo") and config.rollout.n < 2:
+    if config.algorithm.compares_answers and config.rollout.n < 2:
         yield (
             f"rollout.n: is {config.rollout.n}, but {config.algorithm.advantage} compares the answers to one prompt; "
             f"set it to 2 or more"
@@ -805,8 +985,12 @@ AT_LEAST_1 = (
     "algorithm.kl_horizon",
     "rollout.max_batch",
     "rollout.validation.n",
+    "reward.num_workers",
+    "reward.memory_mb",
     "rollout.sglang.max_running_requests",
     "rollout.sglang.cuda_graph_max_batch",
+    "rollout.sglang.max_prefill_tokens",
+    "rollout.sglang.expert",
     "sync.bucket_mb",
 )
 AT_LEAST_0 = (
@@ -815,6 +999,7 @@ AT_LEAST_0 = (
     "run.keep_checkpoints",
     "run.validate_every",
     "run.log_samples",
+    "run.max_replica_restarts",
     *(
         f"{role}.optimizer.{name}"
         for role in ("actor", "critic")
@@ -825,12 +1010,21 @@ AT_LEAST_0 = (
     "actor.kl_loss_coef",
     "algorithm.kl_in_reward_coef",
     "rollout.validation.temperature",
+    "rollout.sglang.log_stats",
 )
 ABOVE_0 = (
     "run.deadline",
     "run.startup_deadline",
+    "reward.time_limit",
+    "actor.aggregation_constant",
+    "actor.sapo_tau_positive",
+    "actor.sapo_tau_negative",
     "critic.value_clip",
     "algorithm.kl_target",
+    "algorithm.correction.max_weight",
+    "algorithm.correction.min_weight",
+    "algorithm.correction.reject_above",
+    "algorithm.correction.reject_below",
     "cluster.peak_tflops",
 )
 
@@ -853,15 +1047,16 @@ def _validate_values(config: Config) -> Iterator[str]:
         yield from _validate_activations(config, role, trained.offload.activations, trained.recompute)
     if config.reference.offload.activations:
         yield "reference.offload.activations: the reference has no backward; leave it out"
-    if config.actor.clip_low > 1:
-        yield f"actor.clip_low: is {config.actor.clip_low}, must be at most 1 (0.2 is usual)"
+    yield from _validate_policy_loss(config.actor)
+    yield from _validate_correction(config.algorithm.correction)
     for key, top_k in (
         ("rollout.top_k", config.rollout.top_k),
         ("rollout.validation.top_k", config.rollout.validation.top_k),
     ):
         if top_k < 1 and top_k != -1:
             yield f"{key}: is {top_k}, must be at least 1, or -1 for all tokens"
-    if config.algorithm.kl_in_reward_coef > 0 and config.algorithm.advantage != "gae":
+    yield from _validate_advantage(config.algorithm)
+    if config.algorithm.kl_in_reward_coef > 0 and config.algorithm.compares_answers:
         yield (
             f"algorithm.kl_in_reward_coef: is {config.algorithm.kl_in_reward_coef}, but {config.algorithm.advantage} "
             f"compares scores without the penalty; use actor.kl_loss_coef"
@@ -900,14 +1095,69 @@ def _validate_values(config: Config) -> Iterator[str]:
             yield f"{key}: is {fraction}, must be in [0, 1]"
     if config.actor.dual_clip is not None and config.actor.dual_clip <= 1:
         yield f"actor.dual_clip: is {config.actor.dual_clip}, must be above 1 (3.0 is usual), or null to turn it off"
-    if config.actor.aggregation == "constant" and not config.actor.aggregation_constant:
-        yield "actor.aggregation_constant: must be set for aggregation constant (the response limit x samples is usual)"
     if config.needs_critic and config.critic.aggregation == "constant":
         yield "critic.aggregation: constant is for the policy loss; use token-mean"
     if config.algorithm.kl_target is not None and config.algorithm.kl_in_reward_coef <= 0:
         yield "algorithm.kl_target: needs algorithm.kl_in_reward_coef above 0 to adapt"
     if not 0 < config.rollout.sglang.memory_fraction < 1:
         yield f"rollout.sglang.memory_fraction: is {config.rollout.sglang.memory_fraction}, must be between 0 and 1"
+
+
+def _validate_advantage(algorithm: AlgorithmConfig) -> Iterator[str]:
+    for name, advantages in ADVANTAGES_WITH.items():
+        value = getattr(algorithm, name)
+        if algorithm.advantage not in advantages and value != getattr(AlgorithmConfig(), name):
+            shown = str(value).lower() if isinstance(value, bool) else value
+            yield (
+                f"algorithm.{name}: is {shown}, but algorithm.advantage {algorithm.advantage} does not look at it, "
+                f"only {', '.join(advantages)}; leave it out"
+            )
+
+
+def _validate_policy_loss(actor: ActorConfig) -> Iterator[str]:
+    """Numbers of one policy loss that another does not read, and ranges that are none."""
+    name, defaults = actor.policy_loss, ActorConfig()
+    for key in ("clip_low", "clip_high"):
+        if name not in CLIP_RANGES and getattr(actor, key) is not None:
+            yield f"actor.{key}: is {getattr(actor, key)}, but actor.policy_loss {name} does not clip; leave it out"
+    if actor.clip_low is not None and actor.clip_low > 1:
+        usual = CLIP_RANGES.get(name, CLIP_RANGES["ppo"])[0]
+        yield f"actor.clip_low: is {actor.clip_low}, must be at most 1 ({usual} is usual)"
+    if name != "ppo" and actor.dual_clip not in (None, defaults.dual_clip):
+        yield f"actor.dual_clip: is {actor.dual_clip}, but actor.policy_loss {name} has none; leave it out"
+    for key in ("sapo_tau_positive", "sapo_tau_negative"):
+        if name != "sapo" and getattr(actor, key) != getattr(defaults, key):
+            yield f"actor.{key}: is {getattr(actor, key)}, but actor.policy_loss is {name}; leave it out"
+
+
+def _validate_correction(own: CorrectionConfig) -> Iterator[str]:
+    """Bounds that bound nothing, or that nobody reads."""
+    key, defaults = "algorithm.correction", CorrectionConfig()
+    for switch, names in (
+        ("weights", ("max_weight", "min_weight")),
+        ("reject", ("reject_kind", "reject_above", "reject_below")),
+    ):
+        for name in names:
+            if getattr(own, switch) == "none" and getattr(own, name) != getattr(defaults, name):
+                yield f"{key}.{name}: is {getattr(own, name)}, but {key}.{switch} is none; set that, or leave it out"
+    if own.weights != "none" and own.min_weight is not None and own.min_weight >= own.max_weight:
+        yield f"{key}.min_weight: is {own.min_weight}, must be below {key}.max_weight {own.max_weight}"
+    if own.reject == "none":
+        return
+    if own.reject_above is None:
+        yield f"{key}.reject_above: is not set; {key}.reject {own.reject} needs a bound"
+    elif own.reject_kind != "k1" and own.reject_below is not None:
+        yield (
+            f"{key}.reject_below: is {own.reject_below}, but {own.reject_kind} is never negative and has no lower "
+            f"bound; leave it out"
+        )
+    elif own.reject_kind == "k1" and own.reject_below is None and own.reject_above <= 1:
+        yield (
+            f"{key}.reject_above: is {own.reject_above}, but k1 bounds a ratio, which is 1 where both agree; set it "
+            f"above 1, or {key}.reject_below too"
+        )
+    elif own.reject_below is not None and own.reject_below >= own.reject_above:
+        yield f"{key}.reject_below: is {own.reject_below}, must be below {key}.reject_above {own.reject_above}"
 
 
 def _validate_optimizer(config: Config, key: str, optimizer: OptimizerConfig) -> Iterator[str]:
@@ -984,34 +1234,55 @@ def build(values: Mapping[str, Any]) -> Config:
         ConfigError: with every violation: unknown keys, wrong types, sizes that do not divide, missing files.
     """
     violations: list[str] = []
-    config = _build(Config(), values, "", violations)
+    config: Config = _build(Config(), values, "", violations)
     violations += validate(config)
     if violations:
         raise ConfigError(violations)
-    return typing.cast(Config, config)
+    return config
 
 
-def load(path: str, overrides: Sequence[str] = ()) -> Config:
-    """Read a YAML file, apply `key=value` overrides from the command line, and validate the whole.
+def load(paths: str | Sequence[str], overrides: Sequence[str] = ()) -> Config:
+    """Read a YAML file, or several of which each is laid over those before it, apply `key=value` overrides from the
+    command line, and validate the whole.
 
     Raises:
-        ConfigError: the file does not exist or is not YAML, an override is no key=value, or anything `build` finds.
+        ConfigError: a file does not exist or is not YAML, an override is no key=value, or anything `build` finds; with
+            more than one file, each violation ends with the one that set its key.
     """
-    if not os.path.isfile(path):
-        raise ConfigError([f"no configuration file {path}"])
-    malformed = [o for o in overrides if "=" not in o or o.startswith("=")]
-    if malformed:
-        raise ConfigError([f"{o!r}: an override is written key=value" for o in malformed])
+    paths = [paths] if isinstance(paths, str) else list(paths)
+    missing = [f"no configuration file {path}" for path in paths if not os.path.isfile(path)]
+    malformed = [f"{o!r}: an override is written key=value" for o in overrides if "=" not in o or o.startswith("=")]
+    if missing or malformed:
+        raise ConfigError(missing or malformed)
+    layers: dict[str, Any] = {}
+    for path in paths:
+        try:
+            layers[path] = OmegaConf.load(path)
+        except (OmegaConfBaseException, YAMLError, OSError, TypeError, ValueError) as error:
+            raise ConfigError([f"{path}: {error}"]) from error
+        if not OmegaConf.is_dict(layers[path]):
+            raise ConfigError([f"{path}: is a list, but must hold sections such as run: and model:"])
     try:
-        loaded = OmegaConf.load(path)
-        given: Any = loaded if OmegaConf.is_dict(loaded) else {}
-        merged = OmegaConf.merge(given, OmegaConf.from_dotlist(list(overrides)))
-        values = OmegaConf.to_container(merged, resolve=True)
-    except (OmegaConfBaseException, YAMLError, OSError, TypeError, ValueError) as error:
-        raise ConfigError([f"{path}: {error}"]) from error
-    if not OmegaConf.is_dict(loaded):
-        raise ConfigError([f"{path}: is a list, but must hold sections such as run: and model:"])
-    return build(typing.cast(dict[str, Any], values))
+        layers["the command line"] = OmegaConf.from_dotlist(list(overrides))
+        values = OmegaConf.to_container(OmegaConf.merge(*layers.values()), resolve=True)
+    except (OmegaConfBaseException, YAMLError, TypeError, ValueError) as error:
+        raise ConfigError([f"{', '.join(paths)}: {error}"]) from error
+    try:
+        return build(typing.cast(dict[str, Any], values))
+    except ConfigError as error:
+        if len(paths) == 1:
+            raise
+        plain = {name: typing.cast(Mapping[str, Any], OmegaConf.to_container(layer)) for name, layer in layers.items()}
+        given = {name: list(_leaves(values, "")) for name, values in plain.items()}
+        raise ConfigError([v + _source(given, v.split(":", 1)[0]) for v in error.violations]) from None
+
+
+def _source(given: dict[str, list[str]], key: str) -> str:
+    """Where a key has its value from: the last that gave it or, if it is a section, something in it."""
+    for name, leaves in reversed(given.items()):
+        if any(leaf == key or leaf.startswith(f"{key}.") for leaf in leaves):
+            return f" ({name})"
+    return ""
 
 
 def to_yaml(config: Config) -> str:

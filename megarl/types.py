@@ -44,6 +44,8 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = -1
     stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    """Answers go on to max_new_tokens whatever they say; for benchmarks. stop_token_ids must be empty."""
 
 
 @dataclass(frozen=True)

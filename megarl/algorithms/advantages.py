@@ -1,4 +1,5 @@
-"""From rewards to advantages: GAE per token, with a critic; GRPO and RLOO per sequence, in a group; whitening.
+"""From rewards to advantages: GAE per token, with a critic; REINFORCE++ per token, without; the others per sequence, in
+a group; whitening.
 
 Everything here is a constant to the optimiser: no gradient flows out of this file.
 """
@@ -6,6 +7,7 @@ Everything here is a constant to the optimiser: no gradient flows out of this fi
 from __future__ import annotations
 
 import math
+import statistics
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -133,6 +135,26 @@ def gae_packed(
     return zeros.masked_scatter(loss_mask, advantages), zeros.masked_scatter(loss_mask, advantages + values)
 
 
+def discounted_returns(rewards: Tensor, loss_mask: Tensor, lengths: Sequence[int], gamma: float) -> Tensor:
+    """The sum of the rewards from each loss token on, of many sequences laid end to end: `gae_packed` without a critic.
+
+        R_t = r_t + gamma * R_{t+1}
+
+    With the KL penalty in the rewards (`token_rewards`) and the whole batch whitened (`whiten`) this is REINFORCE++
+    (arXiv 2501.03262): A_t = score - beta * sum_{i >= t} KL_i, normalised over the global batch.
+
+    Args and Raises: as `gae_packed`.
+
+    Returns:
+        [T], 0 where the mask is False.
+
+    >>> rewards, loss_mask = torch.tensor([-0.25, 9.0, 1.0, 2.0]), torch.tensor([True, False, True, True])
+    >>> discounted_returns(rewards, loss_mask, lengths=[3, 1], gamma=0.5)
+    tensor([0.2500, 0.0000, 1.0000, 2.0000])
+    """
+    return gae_packed(rewards, torch.zeros_like(rewards), loss_mask, lengths, gamma, lam=1.0)[0]
+
+
 def grpo(
     scores: Sequence[float], groups: Sequence[Hashable], normalise_by_std: bool = True, eps: float = 1e-6
 ) -> list[float]:
@@ -170,7 +192,8 @@ def grpo(
 def dr_grpo(scores: Sequence[float], groups: Sequence[Hashable]) -> list[float]:
     """`grpo` without the division by the standard deviation (arXiv 2503.20783).
 
-    That division favours questions whose answers are nearly all right or nearly all wrong.
+    That division favours questions whose answers are nearly all right or nearly all wrong. Whitened over the whole
+    batch (`whiten`) this is the baseline form of REINFORCE++ (arXiv 2501.03262).
 
     >>> dr_grpo([1.0, 0.0, 0.0, 0.0], ["a"] * 4)
     [0.75, -0.25, -0.25, -0.25]
@@ -200,9 +223,96 @@ def rloo(scores: Sequence[float], groups: Sequence[Hashable]) -> list[float]:
     return advantages
 
 
-GroupAdvantage = Callable[[Sequence[float], Sequence[Hashable]], list[float]]
+def opo(scores: Sequence[float], groups: Sequence[Hashable], lengths: Sequence[int]) -> list[float]:
+    """The score of each answer minus the mean of its group, weighted by the answers' lengths.
 
-GROUP_ADVANTAGES: dict[str, GroupAdvantage] = {"grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo}
+        A_i = score_i - sum_j length_j * score_j / sum_j length_j
+
+    On-Policy RL with Optimal reward baseline (arXiv 2505.23585): the baseline of least variance, where the squared norm
+    of an answer's gradient is taken to grow with its length. In a group of one the baseline is 0, as in verl.
+
+    Args:
+        lengths: S numbers, the loss tokens of each answer.
+
+    Raises:
+        ValueError: as `grpo`, and a number of lengths that differs.
+
+    >>> opo([1.0, 0.0, 7.0], ["a", "a", "b"], lengths=[1, 3, 5])  # baseline 1 / 4
+    [0.75, -0.25, 7.0]
+    """
+    if len(lengths) != len(scores):
+        raise ValueError(f"{len(scores)} scores but {len(lengths)} lengths")
+    advantages = [0.0] * len(scores)
+    for members in _members_of_groups(scores, groups):
+        total, baseline = sum(lengths[i] for i in members), 0.0
+        if len(members) > 1 and total:
+            baseline = math.fsum(lengths[i] * scores[i] for i in members) / total
+        for i in members:
+            advantages[i] = scores[i] - baseline
+    return advantages
+
+
+def gpg(scores: Sequence[float], groups: Sequence[Hashable]) -> list[float]:
+    """`dr_grpo` times the batch's answers over those of them that teach something.
+
+        A_i = alpha * (score_i - mean(group)),        alpha = B / (B - M)
+
+    with B answers in the whole batch, M of them in groups whose scores are all equal: these have no gradient, but count
+    in the mean. GPG: A Simple and Strong Reinforcement Learning Baseline for Model Reasoning (arXiv 2504.02546), with
+    its F_norm = 1. verl takes the answers with a score of 0 for M instead. When no group teaches anything all are 0.
+
+    Args and Raises: as `grpo`.
+
+    >>> gpg([1.0, 0.0, 1.0, 1.0], ["a", "a", "b", "b"])  # alpha = 4 / 2
+    [1.0, -1.0, 0.0, 0.0]
+    """
+    teaching = 0
+    for members in _members_of_groups(scores, groups):
+        own = {scores[i] for i in members} | ({0.0} if len(members) == 1 else set())  # one: compared with 0
+        teaching += len(members) if len(own) > 1 else 0
+    alpha = len(scores) / teaching if teaching else 0.0
+    return [alpha * advantage for advantage in dr_grpo(scores, groups)]
+
+
+def grpo_passk(
+    scores: Sequence[float], groups: Sequence[Hashable], normalise_by_std: bool = True, eps: float = 1e-6
+) -> list[float]:
+    """What each answer adds to the best of its group, so that the policy learns pass@k with k answers to a prompt.
+
+        A_i = (max_j score_j - max_{j != i} score_j) / (std(group) + eps)
+
+    The best answer alone gets something: what it is better by than the second best; 0 in a tie. Optimizing Language
+    Models for Inference Time Objectives using Reinforcement Learning (arXiv 2503.19595) has it without the division;
+    verl divides, as in `grpo`. A group of one is treated as in `grpo`.
+
+    Args and Raises: as `grpo`.
+
+    >>> grpo_passk([1.0, 0.25, 0.0, 3.0], ["a", "a", "a", "b"], normalise_by_std=False)
+    [0.75, 0.0, 0.0, 3.0]
+    """
+    advantages = [0.0] * len(scores)
+    for members in _members_of_groups(scores, groups):
+        best, second, std = scores[members[0]], 0.0, 1.0
+        if len(members) > 1:
+            second, best = sorted(scores[i] for i in members)[-2:]
+            std = statistics.stdev(scores[i] for i in members)
+        winner = max(members, key=lambda i: scores[i])
+        advantages[winner] = (best - second) / (std + eps if normalise_by_std else 1.0)
+    return advantages
+
+
+GroupAdvantage = Callable[[Sequence[float], Sequence[Hashable], Sequence[int], bool], list[float]]
+
+GROUP_ADVANTAGES: dict[str, GroupAdvantage] = {
+    "grpo": lambda scores, groups, lengths, normalise_by_std: grpo(scores, groups, normalise_by_std),
+    "rloo": lambda scores, groups, lengths, normalise_by_std: rloo(scores, groups),
+    "opo": lambda scores, groups, lengths, normalise_by_std: opo(scores, groups, lengths),
+    "gpg": lambda scores, groups, lengths, normalise_by_std: gpg(scores, groups),
+    "grpo_passk": lambda scores, groups, lengths, normalise_by_std: grpo_passk(scores, groups, normalise_by_std),
+    "reinforce_pp_baseline": lambda scores, groups, lengths, normalise_by_std: dr_grpo(scores, groups),
+}
+"""By the name in algorithm.advantage: scores, groups and numbers of loss tokens, [S] each, and the key
+algorithm.normalise_by_std; of these each takes what it looks at."""
 
 
 @dataclass(frozen=True)

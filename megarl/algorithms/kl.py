@@ -68,7 +68,36 @@ def k3(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
 
 KLEstimator = Callable[[Tensor, Tensor], Tensor]
 
-KL_ESTIMATORS: dict[str, KLEstimator] = {"k1": k1, "abs": absolute, "k2": k2, "k3": k3}
+
+def with_gradient_of_k2(estimator: KLEstimator) -> KLEstimator:
+    """The value of `estimator` with the gradient of `k2` (straight through), (log p - log q) * grad log p.
+
+    k1 and k3 are unbiased, but their gradients do not estimate that of the KL: k1's has expectation 0, k3's is that of
+    KL(q || p). k2's does, so that "k1+" and "k3+" (verl's names) report one and descend the other. The clamps of k3
+    bound the value alone.
+
+    >>> logprobs = torch.tensor([-1.0], requires_grad=True)
+    >>> estimate = with_gradient_of_k2(k1)(logprobs, torch.tensor([-1.5]))
+    >>> estimate.backward()
+    >>> estimate.detach(), logprobs.grad  # k1's own gradient is 1
+    (tensor([0.5000]), tensor([0.5000]))
+    """
+
+    def straight_through(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
+        slope = k2(logprobs, reference_logprobs)
+        return estimator(logprobs, reference_logprobs).detach() + (slope - slope.detach())
+
+    return straight_through
+
+
+KL_ESTIMATORS: dict[str, KLEstimator] = {
+    "k1": k1,
+    "abs": absolute,
+    "k2": k2,
+    "k3": k3,
+    "k1+": with_gradient_of_k2(k1),
+    "k3+": with_gradient_of_k2(k3),
+}
 
 VERL_ESTIMATORS = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
 """verl's second names for the same estimators, for error messages and the reading of its configurations."""

@@ -1,5 +1,9 @@
 """The losses of actor and critic, per token. Nothing is reduced: multiply by the weights of aggregation.py and sum.
 
+`POLICY_LOSSES` has the actor's by name. All take (logprobs, old_logprobs, advantages), then options of their own and
+importance_weights by name, and give a `PolicyLoss`; with logprobs equal to old_logprobs each one's gradient is that of
+-advantages * logprobs.
+
 Where the loss mask is False the results mean nothing, but they are multiplied by a weight of 0, and 0 x NaN is NaN, in
 the gradient too: give finite numbers there (0 will do), or select the loss tokens first. The entropy bonus needs no
 function: it is a per-token tensor.
@@ -7,6 +11,7 @@ function: it is a per-token tensor.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -21,13 +26,14 @@ class PolicyLoss(NamedTuple):
 
     loss: Tensor
     clipped: Tensor
-    """bool: the clipped surrogate is the one that counts, so that the gradient is 0. Its mean is actor/pg_clipfrac."""
+    """bool: the clip is what counts. ppo and gspo have no gradient there, cispo has one of clipped weight; sapo and gpg
+    clip nothing. Its mean is actor/pg_clipfrac."""
     clipped_low: Tensor
-    """bool: the dual clip is active. Its mean is actor/pg_clipfrac_lower."""
+    """bool: ppo's dual clip is active. Its mean is actor/pg_clipfrac_lower."""
     kl: Tensor
     """old - new log-probability, clamped to +-20: the k1 estimate of KL(old || new). Its mean is actor/ppo_kl."""
     ratio: Tensor
-    """new / old probability, of the clamped log ratio."""
+    """new / old probability, of the clamped log ratio; gspo's is that of the whole sequence."""
 
 
 def policy_loss(
@@ -72,8 +78,7 @@ def policy_loss(
     _check_shapes(
         logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, importance_weights=importance_weights
     )
-    if not (0.0 <= clip_low <= 1.0 and clip_high >= 0.0):
-        raise ValueError(f"need 0 <= clip_low <= 1 and clip_high >= 0, got clip_low={clip_low}, clip_high={clip_high}")
+    _check_clips(clip_low, clip_high)
     if dual_clip is not None and not dual_clip > 1.0:
         raise ValueError(f"dual_clip bounds ratios above 1, so it must be above 1 (or None), got {dual_clip}")
     advantages = advantages.detach()
@@ -90,9 +95,177 @@ def policy_loss(
         bound = -advantages * dual_clip
         clipped_low = (advantages < 0) & (loss > bound)
         loss = torch.where(clipped_low, bound, loss)
-    if importance_weights is not None:
-        loss = importance_weights.detach() * loss
-    return PolicyLoss(loss, clipped, clipped_low, -log_ratio.detach(), ratio.detach())
+    return PolicyLoss(_weighted(loss, importance_weights), clipped, clipped_low, -log_ratio.detach(), ratio.detach())
+
+
+def gspo_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    sequence_log_ratio: Tensor,
+    clip_low: float,
+    clip_high: float,
+    importance_weights: Tensor | None = None,
+) -> PolicyLoss:
+    """The clipped surrogate of a whole sequence's ratio, of which each token carries its share of the gradient.
+
+        s_i    = exp(mean over the n_i loss tokens of sequence i of logprobs - old_logprobs)
+        s_i,t  = sg[s_i] * exp(logprobs - sg[logprobs])             (sg: no gradient; the value is s_i)
+        loss   = max(-A * s_i,t, -A * clip(s_i,t, 1 - clip_low, 1 + clip_high))
+        loss   = importance_weights * loss                          if given
+
+    Group Sequence Policy Optimization (arXiv 2507.18071), in its form for tokens, GSPO-token. Averaged over a
+    sequence's tokens (aggregation seq-mean-token-mean, the paper's) it has the value and the gradient of equation 5
+    where A is the same for all of them. A mean of log ratios moves far less than one of them: the paper clips at 3e-4
+    below and 4e-4 above; ppo's 0.2 would clip nothing.
+
+    Args:
+        logprobs, old_logprobs, advantages: [T], as for `policy_loss`.
+        sequence_log_ratio: [T] constants, log s_i at each token of sequence i. It is given, because the tokens of a
+            sequence may lie on several ranks.
+
+    Raises:
+        ValueError: shapes that differ; a clip below 0; a clip_low above 1.
+
+    >>> new, old = torch.tensor([-1.0, -1.5]), torch.tensor([-1.25, -1.25])
+    >>> gspo_loss(new, old, torch.ones(2), (new - old).mean().expand(2), clip_low=3e-4, clip_high=4e-4).loss
+    tensor([-1., -1.])
+    """
+    _check_shapes(
+        logprobs=logprobs,
+        old_logprobs=old_logprobs,
+        advantages=advantages,
+        sequence_log_ratio=sequence_log_ratio,
+        importance_weights=importance_weights,
+    )
+    _check_clips(clip_low, clip_high)
+    advantages = advantages.detach()
+
+    log_ratio = (logprobs - logprobs.detach()) + sequence_log_ratio.detach()
+    ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    unclipped_loss = -advantages * ratio
+    clipped_loss = -advantages * ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
+    loss = _weighted(torch.maximum(unclipped_loss, clipped_loss), importance_weights)
+    return PolicyLoss(
+        loss, clipped_loss > unclipped_loss, _nowhere(logprobs), _kl(logprobs, old_logprobs), ratio.detach()
+    )
+
+
+def cispo_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    clip_low: float,
+    clip_high: float,
+    importance_weights: Tensor | None = None,
+) -> PolicyLoss:
+    """REINFORCE with a clipped importance weight: no token is left without a gradient.
+
+        loss = -sg[clip(exp(logprobs - old_logprobs), 1 - clip_low, 1 + clip_high)] * A * logprobs
+        loss = importance_weights * loss                            if given
+
+    MiniMax-M1 (arXiv 2506.13585), equations 4 and 5, which bounds the weight from above only: clip_low 1.
+
+    Args:
+        logprobs, old_logprobs, advantages: [T], as for `policy_loss`.
+
+    Raises:
+        ValueError: shapes that differ; a clip below 0; a clip_low above 1.
+
+    >>> new, old = torch.tensor([-1.0, -1.0]), torch.tensor([-1.0, -2.0])  # ratios 1 and e
+    >>> cispo_loss(new, old, torch.tensor([2.0, 2.0]), clip_low=1.0, clip_high=0.5).loss
+    tensor([2., 3.])
+    """
+    _check_shapes(
+        logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, importance_weights=importance_weights
+    )
+    _check_clips(clip_low, clip_high)
+
+    kl = _kl(logprobs, old_logprobs)
+    ratio = (-kl).exp()
+    weight = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
+    loss = _weighted(-weight * advantages.detach() * logprobs, importance_weights)
+    return PolicyLoss(loss, weight != ratio, _nowhere(logprobs), kl, ratio)
+
+
+def sapo_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    tau_positive: float,
+    tau_negative: float,
+    importance_weights: Tensor | None = None,
+) -> PolicyLoss:
+    """A soft gate in place of the clip: the gradient fades as the ratio leaves 1, sooner where tau is larger.
+
+        ratio = exp(clamp(logprobs - old_logprobs, -20, 20))
+        loss  = -A * 4 / tau * sigmoid(tau * (ratio - 1))           tau_positive where A > 0, else tau_negative
+        loss  = importance_weights * loss                           if given
+
+    Its gradient is -A * ratio * 4 p (1 - p) * grad logprobs with p = sigmoid(tau * (ratio - 1)): weight 1 at ratio 1.
+    Soft Adaptive Policy Optimization (arXiv 2511.20347), which averages by seq-mean-token-mean.
+
+    Args:
+        logprobs, old_logprobs, advantages: [T], as for `policy_loss`.
+        tau_positive, tau_negative: the paper's are 1.0 and 1.05: what a negative advantage pushes away fades sooner.
+
+    Raises:
+        ValueError: shapes that differ; a tau that is not above 0.
+
+    >>> sapo_loss(torch.zeros(2), torch.zeros(2), torch.tensor([1.0, -1.0]), 1.0, 2.0).loss  # -4 / 1 / 2, 4 / 2 / 2
+    tensor([-2.,  1.])
+    """
+    _check_shapes(
+        logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, importance_weights=importance_weights
+    )
+    if not (tau_positive > 0.0 and tau_negative > 0.0):
+        raise ValueError(
+            f"need tau_positive and tau_negative above 0, got tau_positive={tau_positive}, tau_negative={tau_negative}"
+        )
+    advantages = advantages.detach()
+
+    log_ratio = (logprobs - old_logprobs.detach()).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    ratio = log_ratio.exp()
+    tau = torch.where(advantages > 0, tau_positive, tau_negative).to(ratio.dtype)
+    loss = _weighted(-advantages * 4.0 / tau * torch.sigmoid(tau * (ratio - 1.0)), importance_weights)
+    return PolicyLoss(loss, _nowhere(logprobs), _nowhere(logprobs), -log_ratio.detach(), ratio.detach())
+
+
+def gpg_loss(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, importance_weights: Tensor | None = None
+) -> PolicyLoss:
+    """The plain policy gradient: no ratio, no clip, no trust region.
+
+        loss = -A * logprobs
+        loss = importance_weights * loss                            if given
+
+    GPG (arXiv 2504.02546). Nothing corrects for old_logprobs that differ, which is the case from the second
+    optimizer step on the same samples; they serve for the metrics only.
+
+    Args:
+        logprobs, old_logprobs, advantages: [T], as for `policy_loss`.
+
+    Raises:
+        ValueError: shapes that differ.
+
+    >>> gpg_loss(torch.tensor([-1.0, -0.5]), torch.tensor([-1.0, -1.0]), torch.tensor([2.0, -1.0])).loss
+    tensor([ 2.0000, -0.5000])
+    """
+    _check_shapes(
+        logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, importance_weights=importance_weights
+    )
+    kl = _kl(logprobs, old_logprobs)
+    loss = _weighted(-advantages.detach() * logprobs, importance_weights)
+    return PolicyLoss(loss, _nowhere(logprobs), _nowhere(logprobs), kl, (-kl).exp())
+
+
+POLICY_LOSSES: dict[str, Callable[..., PolicyLoss]] = {
+    "ppo": policy_loss,
+    "gspo": gspo_loss,
+    "cispo": cispo_loss,
+    "sapo": sapo_loss,
+    "gpg": gpg_loss,
+}
 
 
 class ValueLoss(NamedTuple):
@@ -134,6 +307,24 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float 
         return ValueLoss(0.5 * error, torch.zeros_like(error, dtype=torch.bool))
     clipped_error = (values.clamp(old_values - clip, old_values + clip) - returns).square()
     return ValueLoss(0.5 * torch.maximum(error, clipped_error), clipped_error > error)
+
+
+def _weighted(loss: Tensor, importance_weights: Tensor | None) -> Tensor:
+    return loss if importance_weights is None else importance_weights.detach() * loss
+
+
+def _kl(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
+    """As in `PolicyLoss`."""
+    return (old_logprobs - logprobs).detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def _nowhere(like: Tensor) -> Tensor:
+    return torch.zeros_like(like, dtype=torch.bool)
+
+
+def _check_clips(clip_low: float, clip_high: float) -> None:
+    if not (0.0 <= clip_low <= 1.0 and clip_high >= 0.0):
+        raise ValueError(f"need 0 <= clip_low <= 1 and clip_high >= 0, got clip_low={clip_low}, clip_high={clip_high}")
 
 
 def _check_shapes(**tensors: Tensor | None) -> None:

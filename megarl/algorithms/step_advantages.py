@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from megarl.algorithms.advantages import Moments, gae_packed, token_rewards, whiten
+from megarl.algorithms.advantages import Moments, discounted_returns, gae_packed, token_rewards, whiten
 from megarl.algorithms.kl import kl_estimate
 from megarl.config import AlgorithmConfig
 from megarl.types import FloatArray, Sample
@@ -46,7 +46,7 @@ def step_advantages(
         group_advantages: for the estimators that compare the answers to one prompt, each sample's advantage.
 
     Raises:
-        ValueError: gae without values, or another estimator without group advantages.
+        ValueError: gae without values, or an estimator that compares answers without group advantages.
     """
     lengths = [len(s.response_ids) for s in samples]
     mask = torch.from_numpy(_joined([s.loss_mask for s in samples], np.bool_))
@@ -60,14 +60,18 @@ def step_advantages(
     rewards = [token_rewards(s.score, p, m, kl_coef) for s, p, m in zip(samples, penalties, masks, strict=True)]
     totals = np.array([float(r.sum()) for r in rewards], np.float32)
 
+    flat_rewards = torch.cat(rewards) if rewards else torch.zeros(0)
     if config.advantage == "gae":
         if values is None:
             raise ValueError("gae needs the critic's values")
-        flat_rewards = torch.cat(rewards) if rewards else torch.zeros(0)
         flat_values = torch.from_numpy(_joined(values, np.float32))
         advantages, returns = gae_packed(flat_rewards, flat_values, mask, lengths, config.gamma, config.lam)
         moments = Moments.of(advantages, mask)
         return StepAdvantages(_cut(advantages, lengths), _cut(returns, lengths), totals, kl, moments)
+
+    if config.advantage == "reinforce_pp":
+        advantages = discounted_returns(flat_rewards, mask, lengths, config.gamma)
+        return StepAdvantages(_cut(advantages, lengths), None, totals, kl, Moments.of(advantages, mask))
 
     if group_advantages is None:
         raise ValueError(f"{config.advantage} needs each sample's advantage within its group")

@@ -11,13 +11,15 @@ from megarl.config import Config
 from megarl.data.prompts import PromptSet, PromptStream
 from megarl.driver.checkpoint import CheckpointStore, DriverState
 from megarl.driver.progress import Progress
-from megarl.driver.rollout import Rollout, RolloutBatch
-from megarl.driver.step import Learning, Timer, learn, resident
+from megarl.driver.rollout import DEATH_PATIENCE, ReplicaDied, Rollout, RolloutBatch
+from megarl.driver.step import Learning, Timer, learn, resident, role_offload
 from megarl.driver.step_metrics import Flops, step_metrics, validation_metrics
 from megarl.driver.stop import StopRequest
 from megarl.driver.sync import WeightSync
 from megarl.metrics import MetricsWriter
+from megarl.rewards import is_timeout
 from megarl.types import SamplingParams
+from megarl.workers.calls import WorkerError
 from megarl.workers.group import TrainerGroup
 
 VERSIONS = ("megarl", "torch", "megatron-core", "sglang", "transformers", "ray")
@@ -72,7 +74,7 @@ def run(session: Session, state: DriverState) -> Outcome:
             rollout.submit(
                 session.prompts.next(), config.rollout.n, _sampling(session), config.run.seed, config.reward.function
             )
-            batch = rollout.next_batch()
+            batch = _next_batch(session, version=step - 1)
             rollout.sleep()
         check_samples(session, batch, version=step - 1)
         metrics, observed_kl = learn(session.learning, batch, step, kl.coef, optimizer_steps, timer)
@@ -121,7 +123,11 @@ def check_samples(session: Session, batch: RolloutBatch, version: int) -> None:
     if len(failures) == len(batch.infos):
         raise ValueError(f"reward.function {session.config.reward.function} failed on every answer: {failures[0]}")
     if failures:
-        session.progress.say(f"the reward failed on {len(failures)} of {len(batch.infos)} answers: {failures[0]}")
+        late = sum(map(is_timeout, failures))
+        of_these = f" ({late} timed out)" if late else ""
+        session.progress.say(
+            f"the reward failed on {len(failures)} of {len(batch.infos)} answers{of_these}: {failures[0]}"
+        )
 
 
 def _is_due(step: int, every: int) -> bool:
@@ -145,7 +151,7 @@ def validate(session: Session, step: int) -> dict[str, float]:
         config.reward.validation_function,
         with_texts,
     )
-    batch = session.rollout.next_batch()
+    batch = _next_batch(session, step)
     shown = list(zip(batch.texts, batch.scores, strict=False))[: config.run.log_samples]
     session.writer.write_texts(
         step,
@@ -173,7 +179,46 @@ def versions() -> dict[str, str]:
     return found
 
 
+def _next_batch(session: Session, version: int) -> RolloutBatch:
+    """The batch that was submitted first. Replicas that die meanwhile are replaced, and their prompts are run again
+    with the same weights."""
+    while True:
+        try:
+            return session.rollout.next_batch()
+        except ReplicaDied:
+            _refresh_engine(session, version)
+
+
 def _refresh_engine(session: Session, version: int) -> dict[str, float]:
+    """Sync the engine. Replicas that are dead, or die in it, are replaced, and all are synced again.
+
+    Raises:
+        WorkerError: it failed for another reason, or more replicas have died than run.max_replica_restarts.
+    """
+    while True:
+        try:
+            _replace_dead(session)
+            return _sync_engine(session, version)
+        except WorkerError:
+            if not session.rollout.find_dead(DEATH_PATIENCE):
+                raise
+
+
+def _replace_dead(session: Session) -> None:
+    """Start new replicas in the place of dead ones, plan the sync with them, and give all replicas' memory back."""
+    dead = session.rollout.find_dead()
+    if not dead:
+        return
+    if role_offload(session.config, "actor").parameters:  # a sync that failed has left them there
+        session.group.call("moving the actor to the host", "release", "actor", ["parameters"])
+    session.group.call("freeing cached memory", "empty_cache")
+    for message in session.rollout.replace(dead):
+        session.progress.say(message)
+    session.sync.prepare()
+    session.rollout.sleep()
+
+
+def _sync_engine(session: Session, version: int) -> dict[str, float]:
     """Memory in the order of a colocated engine: optimizer, gradients and what the allocator kept are off, weights on,
     sync, parameters off, KV cache on."""
     if not session.rollout.embedded:
@@ -187,8 +232,9 @@ def _refresh_engine(session: Session, version: int) -> dict[str, float]:
 
 def _sampling(session: Session) -> SamplingParams:
     own = session.config.rollout
+    stops = () if own.ignore_eos else session.stop_token_ids
     return SamplingParams(
-        session.config.data.max_response_length, own.temperature, own.top_p, own.top_k, session.stop_token_ids
+        session.config.data.max_response_length, own.temperature, own.top_p, own.top_k, stops, own.ignore_eos
     )
 
 

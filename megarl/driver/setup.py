@@ -18,7 +18,7 @@ from megarl.data.tiny import write_tiny_model, write_tiny_tokenizer
 from megarl.driver.checkpoint import CheckpointStore, DriverState, read_state
 from megarl.driver.loop import Session
 from megarl.driver.progress import Progress
-from megarl.driver.rollout import Rollout
+from megarl.driver.rollout import Rollout, Starter
 from megarl.driver.step import Learning, role_offload
 from megarl.driver.step_metrics import Flops
 from megarl.driver.stop import StopRequest
@@ -178,9 +178,16 @@ def check_layouts(config: Config, hf_config: Any, critic_config: Any) -> None:
             raise ValueError(f"{role}.parallel: {error}") from error
     if config.rollout.engine == "sglang":
         try:
-            sglang_layout(declare(hf_config), config.rollout.tensor, 1, SGLANG_VOCAB_MULTIPLE)
+            declaration, expert = declare(hf_config), config.rollout.sglang.expert
+            if expert > 1 and not declaration.num_experts:
+                raise ValueError(f"{expert} groups of ranks, but the model has no experts; set it to 1")
+            if expert > 1 and not placement.uses_gpus(config.cluster):
+                raise ValueError(
+                    "without a GPU SGLang (0.5.21) fails in answers of experts that are spread; set it to 1"
+                )
+            sglang_layout(declaration, config.rollout.tensor, 1, SGLANG_VOCAB_MULTIPLE, expert)
         except ValueError as error:
-            raise ValueError(f"rollout.tensor: {error}") from error
+            raise ValueError(f"rollout.tensor, rollout.sglang.expert: {error}") from error
 
 
 def build(config: Config, inputs: Inputs, stop: StopRequest) -> Session:
@@ -254,17 +261,20 @@ def _start_rollout(
     options = [
         placement.actor_options(placed.bundles, seat.bundle, placement.ENGINE_SHARE, placed.variables) for seat in seats
     ]
-    workers = [remote.options(**own).remote() for own in options]
     logs = os.path.abspath(os.path.join(config.run.folder, "logs"))
     os.makedirs(logs, exist_ok=True)
-    refs = [
-        worker.setup.remote(config, folder, replica, seat.gpu, os.path.join(logs, f"sglang_{replica}.log"))
-        for replica, (worker, seat) in enumerate(zip(workers, seats, strict=True))
-    ]
+    files = [os.path.join(logs, f"sglang_{replica}.log") for replica in range(len(seats))]
+    starter = Starter(
+        lambda replica: remote.options(**options[replica]).remote(),
+        lambda replica, worker: worker.setup.remote(config, folder, replica, seats[replica].gpu, files[replica]),
+        files,
+    )
+    workers = [starter.create(replica) for replica in range(len(seats))]
+    refs = [starter.set_up(replica, worker) for replica, worker in enumerate(workers)]
     gpus = [placement.on_gpus(own) for own in replicas]
     callees = [Callee(f"SGLang replica {i}{gpus[i]}", seat.host) for i, seat in enumerate(seats)]
     gather(refs, callees, "starting SGLang", deadline)
-    return Rollout(config, workers, [s.host for s in seats], embedded=False, gpus=gpus)
+    return Rollout(config, workers, [s.host for s in seats], embedded=False, gpus=gpus, starter=starter)
 
 
 def _check_replica(seats: Sequence[placement.Seat]) -> None:

@@ -213,16 +213,13 @@ def _advantages(
             group.receive("actor", name, indices, [r.values for r in outputs[role]])
     per_sample = None
     if config.algorithm.advantage in GROUP_ADVANTAGES:
-        groups = [info.group for info in batch.infos]
-        options = (
-            {"normalise_by_std": config.algorithm.normalise_by_std} if config.algorithm.advantage == "grpo" else {}
-        )
-        per_sample = GROUP_ADVANTAGES[config.algorithm.advantage](batch.scores, groups, **options)
+        groups, lengths = [info.group for info in batch.infos], [info.num_loss_tokens for info in batch.infos]
+        estimator = GROUP_ADVANTAGES[config.algorithm.advantage]
+        per_sample = estimator(batch.scores, groups, lengths, config.algorithm.normalise_by_std)
     given = [None if per_sample is None else [per_sample[i] for i in part] for part in indices]
     results = group.advantages(indices, kl_coef, given)
     moments, kl = reduce(add, [r.moments for r in results]), reduce(add, [r.kl for r in results])
-    whitens = config.algorithm.advantage == "gae" and config.algorithm.whiten_advantages
-    finished = group.whiten(indices, moments if whitens else None)
+    finished = group.whiten(indices, moments if config.algorithm.whitens else None)
     metrics = {
         **reduce(add, [r.rewards for r in results]).named("critic/rewards"),
         **Stats.of(batch.scores).named("critic/score"),

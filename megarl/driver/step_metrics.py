@@ -13,6 +13,7 @@ from megarl.config import Config
 from megarl.driver.rollout import RolloutBatch
 from megarl.engines.flops import train_flops, train_flops_verl
 from megarl.metrics import length_metrics
+from megarl.rewards import is_timeout
 
 PER_TOKEN_STAGES = {
     "gen": "response",
@@ -37,12 +38,16 @@ class Flops:
 def step_metrics(
     config: Config, batch: RolloutBatch, seconds: Mapping[str, float], flops: Flops, memory: Mapping[str, float]
 ) -> dict[str, float]:
-    """perf/*, timing_s/*, timing_per_token_ms/*, lengths, and how many rewards failed.
+    """perf/*, timing_s/*, timing_per_token_ms/*, lengths, and how many rewards failed (of these, timed out).
 
-    perf/throughput is in tokens per second and GPU, prompt and response tokens counted.
+    Answers are scored while others are generated: timing_s/reward is what scoring took after the last one had ended,
+    and timing_s/gen is without it. perf/throughput is in tokens per second and GPU, prompt and response tokens counted.
     """
     responses = [info.response_length for info in batch.infos]
     prompts = [info.prompt_length for info in batch.infos]
+    if "gen" in seconds:
+        reward = min(batch.reward_seconds, seconds["gen"])
+        seconds = {**seconds, "gen": seconds["gen"] - reward, "reward": reward}
     tokens = {"all": batch.num_tokens, "response": sum(responses)}
     ranks, total = config.cluster.num_ranks, seconds["step"]
     metrics = {
@@ -53,6 +58,7 @@ def step_metrics(
         "perf/time_per_step": total,
         "perf/throughput": batch.num_tokens / (total * ranks),
         "reward/failed": float(sum(info.reward_error is not None for info in batch.infos)),
+        "reward/timed_out": float(sum(is_timeout(info.reward_error) for info in batch.infos)),
         **{f"perf/{name}": value for name, value in memory.items()},
         **{f"timing_s/{stage}": value for stage, value in seconds.items()},
     }

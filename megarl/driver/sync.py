@@ -3,17 +3,20 @@ every time."""
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megarl.config import Config
-from megarl.driver.rollout import Rollout
+from megarl.driver.rollout import DEATH_PATIENCE, Rollout
 from megarl.model.families import declare
 from megarl.model.role_layout import role_layout
+from megarl.reshard import channel
 from megarl.reshard.channel import UNVERIFIED, WENT_AWAY, LoadReport
 from megarl.reshard.checksum import TensorChecksums, compare
 from megarl.reshard.layout import Layout
@@ -55,7 +58,8 @@ class WeightSync:
         if rollout.embedded:
             self._target = hf_layout(declaration, config.cluster.num_ranks)
         else:
-            self._target = sglang_layout(declaration, config.rollout.tensor, config.num_replicas, SGLANG_VOCAB_MULTIPLE)
+            own, vocab = config.rollout, SGLANG_VOCAB_MULTIPLE
+            self._target = sglang_layout(declaration, own.tensor, config.num_replicas, vocab, own.sglang.expert)
         self.num_buckets = 0
         self.summary: Summary | None = None
         self._number = 0
@@ -163,13 +167,38 @@ class WeightSync:
                 (actor.sync.remote(self._number, version, deadline), callee)
                 for actor, callee in zip(self.receivers.actors, self.receivers.callees, strict=True)
             ]
-        results = gather_both([*trainers, *between, *engines], "weight sync", self.config.run.deadline)
+        calls = [*trainers, *between, *engines]
+        try:
+            results = gather_both(calls, "weight sync", self.config.run.deadline)
+        except WorkerError:
+            if self._give_up():
+                for ref, callee in calls:  # the run may go on: nobody is to be in this sync any more
+                    with contextlib.suppress(WorkerError):
+                        gather([ref], [callee], "weight sync", self.config.run.deadline)
+            raise
         sent: list[SyncReport] = results[: len(trainers)]
         for report, (_, callee) in zip(sent, trainers, strict=True):
             for why in report.lost.values():
                 raise WorkerError(f"weight sync: {callee.name} on {callee.host}: {why}")
         loaded = [one for replica in results[len(trainers) + len(between) :] for one in replica]
         return sent, dict(enumerate(loaded))
+
+    def _give_up(self) -> bool:
+        """Tell the hosts of dead replicas that nobody will come for this sync: a replica's process that has died cannot
+        say it, and its host would wait for the deadline. The sockets are files of the host's node. Returns whether
+        there are dead ones."""
+        dead = self.rollout.find_dead(DEATH_PATIENCE)
+        seats, size = (self.receivers or self.group).seats, self.config.rollout.tensor
+        variables = {"env_vars": placement.environment(self.config.cluster)}
+        remote, refs, callees = ray.remote(max_calls=1)(channel.give_up), [], []
+        for target in (replica * size + rank for replica in dead for rank in range(size)):
+            node = NodeAffinitySchedulingStrategy(seats[target].node, soft=False)
+            own = remote.options(num_cpus=0, max_retries=0, scheduling_strategy=node, runtime_env=variables)
+            refs.append(own.remote(self._sockets[target], self._number, "it has died"))
+            callees.append(Callee("a task", seats[target].host))
+        with contextlib.suppress(WorkerError):
+            gather(refs, callees, "giving up a sync", self.config.run.deadline)
+        return bool(dead)
 
     def _verify(self, sent: Sequence[SyncReport], loaded: Mapping[int, LoadReport]) -> None:
         for target, report in loaded.items():

@@ -7,29 +7,49 @@ that are token means. So each sum here, added over micro-batches and ranks, is t
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+import torch.distributed as dist
 
 from megarl.algorithms.kl import kl_estimate
-from megarl.algorithms.losses import policy_loss, value_loss
+from megarl.algorithms.losses import POLICY_LOSSES, value_loss
 from megarl.config import ActorConfig, CriticConfig
 from megarl.engines.megatron import LossFunction, TokenBatch, TokenOutputs
 
 Sums = dict[str, torch.Tensor]
 
 
-def policy_objective(config: ActorConfig) -> LossFunction:
-    """PPO's clipped loss, less the entropy bonus, plus the KL to the reference where the config asks for it.
+def policy_objective(config: ActorConfig, context: dist.ProcessGroup | None = None) -> LossFunction:
+    """The policy loss that the config names, less the entropy bonus, plus the KL to the reference where the config asks
+    for it.
 
-    Per token: old_logprobs, advantages, loss_weight, token_weight, and reference_logprobs for the KL.
+    Per token: old_logprobs, advantages, loss_weight, token_weight; reference_logprobs for the KL; importance_weights,
+    where given, multiply the policy loss alone; for gspo also sequence, the number of the token's sequence in the
+    micro-batch, counted from 0.
+
+    Args:
+        context: the context-parallel ranks, over which gspo adds up sequences; None: this rank has them whole. With it
+            every rank of the group must come here for every micro-batch, in the same order.
     """
+    options = _loss_options(config)
 
     def objective(outputs: TokenOutputs, batch: TokenBatch) -> tuple[torch.Tensor, Sums]:
         assert outputs.logprobs is not None, "the actor's engine gives log-probs"
         given, mask = _counted(batch), batch.mask
         weight, token_weight = given["loss_weight"], given["token_weight"]
         logprobs = torch.where(mask, outputs.logprobs, 0.0)
-        policy = policy_loss(
-            logprobs, given["old_logprobs"], given["advantages"], config.clip_low, config.clip_high, config.dual_clip
+        whole = {}
+        if config.policy_loss == "gspo":
+            log_ratio = (logprobs - given["old_logprobs"]).detach()
+            whole["sequence_log_ratio"] = _sequence_means(log_ratio, mask, given["sequence"], context)
+        policy = POLICY_LOSSES[config.policy_loss](
+            logprobs,
+            given["old_logprobs"],
+            given["advantages"],
+            importance_weights=given.get("importance_weights"),
+            **options,
+            **whole,
         )
         loss = (policy.loss * weight).sum()
         sums = {
@@ -50,6 +70,33 @@ def policy_objective(config: ActorConfig) -> LossFunction:
         return loss, sums
 
     return objective
+
+
+def _loss_options(config: ActorConfig) -> dict[str, Any]:
+    """The keys that belong to the policy loss, as its arguments."""
+    if config.policy_loss == "sapo":
+        return {"tau_positive": config.sapo_tau_positive, "tau_negative": config.sapo_tau_negative}
+    if config.policy_loss == "gpg":
+        return {}
+    clip_low, clip_high = config.clip_range
+    clips = {"clip_low": clip_low, "clip_high": clip_high}
+    return {**clips, "dual_clip": config.dual_clip} if config.policy_loss == "ppo" else clips
+
+
+def _sequence_means(
+    values: torch.Tensor, mask: torch.Tensor, sequence: torch.Tensor, context: dist.ProcessGroup | None
+) -> torch.Tensor:
+    """At each token, the mean of its sequence's values over all its loss tokens, those on other context ranks too.
+
+    T places are enough for the sums, and the same number on every context rank: packing gives each sequence at least
+    one token on each of them. In float64, for a clip of 3e-4 leaves no room for rounding.
+    """
+    where = sequence.long()
+    own = torch.stack([torch.where(mask, values, 0.0), mask.to(values.dtype)]).double()
+    sums = torch.zeros_like(own).index_add_(1, where, own)
+    if context is not None and context.size() > 1:
+        dist.all_reduce(sums, group=context)
+    return (sums[0] / sums[1].clamp(min=1.0))[where].to(values.dtype)
 
 
 def value_objective(config: CriticConfig) -> LossFunction:

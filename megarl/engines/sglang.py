@@ -16,10 +16,12 @@ import logging
 import os
 import queue
 import shutil
+import signal
 import sys
 import tempfile
 import threading
 import time
+import typing
 import uuid
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -29,6 +31,7 @@ import numpy as np
 import psutil
 
 from megarl.compat import sglang_cpu
+from megarl.config import SGLANG_REPACKING_MOE
 from megarl.reshard import channel, transports
 from megarl.reshard.channel import LoadReport
 from megarl.types import FinishReason, GenerationRequest, GenerationResult
@@ -47,6 +50,12 @@ LOADERS = {
     for loader in (channel.load_weights, transports.describe_parameters)
 }
 
+LEFT_TO_SGLANG = ("attention_backend", "chunked_prefill_size", "max_prefill_tokens")
+"""Of rollout.sglang, under the same names as in ServerArgs: where they are null, SGLang chooses."""
+
+CHOICES_OF_SGLANG = ("attention_backend", "kv_cache_dtype")
+"""Of rollout.sglang, those for which the installed SGLang has a list of values."""
+
 CONTEXT_SLACK = 8
 """SGLang keeps a few positions of its context for itself: max_length tokens need that many more."""
 
@@ -57,6 +66,12 @@ CPU_MAX_TOKENS = 1 << 18
 POLL_SECONDS = 0.5
 LOG_TAIL_LINES = 40
 LOG_TAIL_WIDTH = 500
+DEATH_LINES = 8
+"""Of the log, where a run goes on without the replica."""
+
+
+class EngineDied(RuntimeError):
+    """A process of SGLang has ended: the replica answers no more."""
 
 
 class SGLangEngine:
@@ -89,7 +104,8 @@ class SGLangEngine:
 
         Raises:
             ValueError: an option that SGLang does not know, with the nearest one that it does.
-            RuntimeError: SGLang did not start; with the end of its log.
+            RuntimeError: SGLang did not start; with the end of its log. Or it would pack or reorder its weights after
+                loading, so that no sync could write them.
         """
         self.tensor_size = tensor_size
         self.max_length = max_length
@@ -103,7 +119,10 @@ class SGLangEngine:
         engine_class = sglang_cpu.engine_class()
         from sglang.srt.server_args import ServerArgs
 
+        if reason := repacking(device, precision):
+            raise RuntimeError(f"SGLang cannot take weights here: {reason}")
         known = list(inspect.signature(ServerArgs).parameters)
+        check_choices(rollout, option_choices(ServerArgs))
         options = server_options(
             model_path,
             tensor_size,
@@ -132,9 +151,14 @@ class SGLangEngine:
         atexit.unregister(self._engine.shutdown)
         atexit.register(self.shutdown)
         self._watched = [p for p in self._processes if _is_worker(p)]
+        if reason := repacking(device, precision, _moe_runner(self._engine)):
+            self.shutdown()
+            raise RuntimeError(f"SGLang cannot take weights here: {reason}")
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="sglang-engine", daemon=True)
         self._thread.start()
+        if log_file is not None and rollout.sglang.log_stats > 0:
+            self._submit(self._log_stats(log_file, rollout.sglang.log_stats))
 
     # -------------------------------------------------------------------------------------------- generation
 
@@ -166,6 +190,7 @@ class SGLangEngine:
             for _ in requests:
                 answer = self._next_answer(answers)
                 if isinstance(answer, Exception):
+                    self._check_alive("generate")  # what a request fails of then is a consequence
                     raise answer
                 yield answer
         finally:
@@ -212,6 +237,18 @@ class SGLangEngine:
     def _abort_flight(self, flight: str, count: int) -> None:
         for index in range(count):
             self._engine.tokenizer_manager.abort_request(rid=f"{flight}-{index}")
+
+    async def _log_stats(self, log_file: str, seconds: float) -> None:
+        """Say every so many seconds what the replica does. SGLang's schedulers leave it in shared memory: nobody is
+        asked, and nobody waits."""
+        while self.is_alive:
+            await asyncio.sleep(seconds)
+            try:
+                line = stats_line(await self._engine.tokenizer_manager.get_loads())
+            except Exception as error:  # a line that is missing is no reason to stop
+                line = f"no statistics: {type(error).__name__}: {error}"
+            with open(log_file, "a", encoding="utf-8") as file:
+                file.write(f"[{time.strftime('%Y-%m-%d %H:%M:%S')}] {line}\n")
 
     # -------------------------------------------------------------------------------------------- weights
 
@@ -451,14 +488,40 @@ class SGLangEngine:
         if not self.is_alive:
             if unstarted is not None:
                 unstarted.close()
-            raise RuntimeError(f"{what}: SGLang has died, or was shut down{self._log_tail()}")
+            raise EngineDied(f"{what}: SGLang has died, or was shut down{self._endings()}{self._log_tail()}")
+
+    def why_dead(self) -> str | None:
+        """How SGLang ended, with the end of its log; None while it runs."""
+        return None if self.is_alive else f"SGLang has died{self._endings()}{log_tail(self.log_file, DEATH_LINES)}"
+
+    def _endings(self) -> str:
+        """ ": the scheduler (pid 71) was killed by SIGKILL", of each process that has ended, where SGLang knows it."""
+        manager = getattr(getattr(self, "_engine", None), "tokenizer_manager", None)
+        watchdog = getattr(manager, "_subprocess_watchdog", None)
+        watched = zip(getattr(watchdog, "_names", ()), getattr(watchdog, "_processes", ()), strict=False)
+        said = [f"{name} (pid {p.pid}) {_ending(p.exitcode)}" for name, p in watched if p.exitcode is not None]
+        return f": {', '.join(said)}" if said else ""
 
     def _log_tail(self) -> str:
-        if self.log_file is None or not os.path.exists(self.log_file):
-            return ""
-        with open(self.log_file, encoding="utf-8", errors="replace") as file:
-            lines = [line[:LOG_TAIL_WIDTH].rstrip() for line in file.readlines()[-LOG_TAIL_LINES:]]
-        return "\n".join(["", f"--- the end of {self.log_file}:", *lines])
+        return log_tail(self.log_file)
+
+
+def log_tail(log_file: str | None, num_lines: int = LOG_TAIL_LINES) -> str:
+    """The end of a replica's log, for errors; nothing without one."""
+    if log_file is None or not os.path.exists(log_file):
+        return ""
+    with open(log_file, encoding="utf-8", errors="replace") as file:
+        lines = [line[:LOG_TAIL_WIDTH].rstrip() for line in file.readlines()[-num_lines:]]
+    return "\n".join(["", f"--- the end of {log_file}:", *lines])
+
+
+def _ending(exit_code: int) -> str:
+    """_ending(-9) == "was killed by SIGKILL" """
+    if exit_code >= 0:
+        return f"ended with code {exit_code}"
+    with contextlib.suppress(ValueError):
+        return f"was killed by {signal.Signals(-exit_code).name}"
+    return f"was killed by signal {-exit_code}"
 
 
 # ------------------------------------------------------------------------------------------------ pure parts
@@ -507,11 +570,85 @@ def server_options(
         "weight_version": "0",
         "log_level": log_level,
         "device": device,
+        "ep_size": rollout.sglang.expert,
+        "disable_radix_cache": not rollout.sglang.radix_cache,
+        "kv_cache_dtype": rollout.sglang.kv_cache_dtype,
     }
     options |= _cuda_options(rollout, base_gpu_id) if device == "cuda" else _cpu_options(rollout, max_length)
-    if rollout.sglang.attention_backend is not None:
-        options["attention_backend"] = rollout.sglang.attention_backend
+    for name in LEFT_TO_SGLANG:
+        if getattr(rollout.sglang, name) is not None:
+            options[name] = getattr(rollout.sglang, name)
     return {name: value for name, value in options.items() if name in known} | dict(rollout.sglang.options)
+
+
+def option_choices(server_args: type) -> dict[str, list[str]]:
+    """By name the values that this SGLang's ServerArgs takes, for those options that have a list of them."""
+    try:
+        hints = typing.get_type_hints(server_args, include_extras=True)
+    except (NameError, TypeError):  # nothing to check by
+        return {}
+    found = {}
+    for name, hint in hints.items():
+        for note in getattr(hint, "__metadata__", ()):
+            if getattr(note, "choices", None):
+                found[name] = [str(choice) for choice in note.choices]
+    return found
+
+
+def check_choices(rollout: RolloutConfig, choices: Mapping[str, Sequence[str]]) -> None:
+    """Raises:
+    ValueError: a value that the installed SGLang does not know, with those that it does.
+    """
+    for name in CHOICES_OF_SGLANG:
+        value = getattr(rollout.sglang, name)
+        if value is not None and name in choices and value not in choices[name]:
+            raise ValueError(
+                f"rollout.sglang.{name}: is {value!r}, but this SGLang knows only {', '.join(choices[name])}"
+            )
+
+
+def repacking(device: str, precision: str, moe_runner: str = "auto") -> str | None:
+    """Why SGLang's weights would not lie where the layouts say, if so: it packs or reorders them after loading.
+
+    Args:
+        moe_runner: that SGLang has chosen.
+    """
+    if moe_runner.startswith(SGLANG_REPACKING_MOE):
+        return (
+            f"its MoE runner {moe_runner} reorders the experts' weights after loading; set "
+            f"rollout.sglang.options.moe_runner_backend to triton"
+        )
+    if device == "cpu" and precision != "fp32":
+        from sglang.srt.utils import cpu_has_amx_support
+
+        if cpu_has_amx_support():
+            return (
+                f"on this CPU (AMX) it packs {precision} weights after loading; set model.precision to fp32, or "
+                f"uninstall the CPU build of sgl_kernel"
+            )
+    return None
+
+
+def _moe_runner(engine: Any) -> str:
+    """The MoE runner that SGLang has chosen; what it was asked for where it does not say."""
+    asked = engine.server_args
+    with contextlib.suppress(ImportError, AttributeError):
+        from sglang.srt.arg_groups.overrides import resolved_view
+
+        return str(resolved_view(asked).moe_runner_backend)
+    return str(getattr(asked, "moe_runner_backend", "auto"))
+
+
+def stats_line(loads: Sequence[Any]) -> str:
+    """SGLang's load snapshots as a line of its log: "megarl: 12 running, 3 waiting, KV cache 41%, ..." """
+    total = {name: sum(getattr(load, name, 0) for load in loads) for name in ("num_running_reqs", "num_waiting_reqs")}
+    usage = max((getattr(load, "token_usage", 0.0) for load in loads), default=0.0)
+    hits = max((getattr(load, "cache_hit_rate", 0.0) for load in loads), default=0.0)
+    rate = sum(getattr(load, "gen_throughput", 0.0) for load in loads)
+    return (
+        f"megarl: {total['num_running_reqs']} running, {total['num_waiting_reqs']} waiting, KV cache {usage:.0%}, "
+        f"{rate:,.0f} tokens/s, {hits:.0%} of prompt tokens from the radix cache"
+    )
 
 
 def _cuda_options(rollout: RolloutConfig, base_gpu_id: int | None) -> dict[str, Any]:
@@ -521,6 +658,7 @@ def _cuda_options(rollout: RolloutConfig, base_gpu_id: int | None) -> dict[str, 
         "mem_fraction_static": sglang.memory_fraction,
         "max_running_requests": sglang.max_running_requests,
         "enable_memory_saver": rollout.sleeps,
+        "disable_cuda_graph": rollout.sglang.eager,
         "disable_prefill_cuda_graph": True,  # capturing them takes 68 s of a start of 114 s (0.5.17, H200)
         "cuda_graph_max_bs_decode": sglang.cuda_graph_max_batch,
         "cuda_graph_max_bs": sglang.cuda_graph_max_batch,  # its name before 0.5.17
@@ -568,6 +706,7 @@ def sampling_options(request: GenerationRequest) -> dict[str, Any]:
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
         "stop_token_ids": list(sampling.stop_token_ids),
+        "ignore_eos": sampling.ignore_eos,
         "sampling_seed": request.seed % 2**31,
     }
 

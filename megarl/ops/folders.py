@@ -10,7 +10,7 @@ import math
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -265,9 +265,7 @@ def read(model: Model, steps: Steps) -> None:
     layout, source = model.layout, declare_role(weights.role, weights.hf_config)
     if weights.role == "critic" and VALUE_HEAD not in hf_files.tensor_files(weights.folder):
         source = declare(weights.hf_config)
-        body = {name: shape for name, shape in layout.tensors.items() if name in source.tensors()}
-        shards = tuple(replace(s, pieces=tuple(p for p in s.pieces if p.tensor in body)) for s in layout.shards)
-        layout = replace(layout, tensors=body, shards=shards)
+        layout = layout.of_tensors(source.tensors())
     with steps.watching(f"reading {weights.folder}", parameters) as watched:
         load_hf(weights.folder, layout, model.rank, watched, hf_layout(source))
 

@@ -8,8 +8,8 @@ all but the last as rows x the last (matrices below each other).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 Shape = tuple[int, ...]
@@ -122,6 +122,11 @@ class Layout:
 
     def shard(self, rank: int) -> Shard:
         return self.shards[self.shard_of[rank]]
+
+    def of_tensors(self, names: Container[str]) -> Layout:
+        """The same layout without the pieces of other tensors; parameters stay."""
+        shards = tuple(replace(s, pieces=tuple(p for p in s.pieces if p.tensor in names)) for s in self.shards)
+        return replace(self, tensors={n: shape for n, shape in self.tensors.items() if n in names}, shards=shards)
 
     @cached_property
     def holders(self) -> tuple[tuple[int, ...], ...]:

@@ -4,17 +4,27 @@ A reward function is called as
 
     function(data_source: str, response: str, ground_truth: str, extra_info: dict) -> float | {"score": float, ...}
 
-by position: the order of verl's compute_score, whose functions work here as they are.
+by position: the order of verl's compute_score, whose functions work here as they are. It may be an `async def`. A
+function with an attribute batch_size gets up to so many answers at once, each argument a list, and gives one score for
+each:
+
+    def score(data_sources, responses, ground_truths, extra_infos):
+        return [...]
+
+    score.batch_size = 64
+
+It may be async too: that is how many calls to a judge are in flight at once. One that raises fails its whole batch.
 """
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import importlib
 import inspect
 import math
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -30,6 +40,15 @@ BUILTIN: dict[str, RewardFunction] = {
     "exact": exact.score,
     "prefix": prefix.score,
 }
+
+TRUSTED = frozenset(BUILTIN)
+"""Ready-made functions that are pure, take microseconds and end for every input: they need no process of their own."""
+
+Call = tuple[str, str, str, Mapping[str, Any]]
+"""data_source, response, ground_truth, extra_info of one answer."""
+
+Score = tuple[float, str | None]
+"""(score, None), or (0.0, why the reward failed)."""
 
 
 def load_reward(name: str, options: Mapping[str, Any] | None = None) -> RewardFunction:
@@ -50,7 +69,12 @@ def load_reward(name: str, options: Mapping[str, Any] | None = None) -> RewardFu
         ) from error
     except ValueError:
         pass  # some callables written in C have no signature to look at
-    return functools.partial(function, **options) if options else function
+    if not options:
+        return function
+    bound = functools.partial(function, **options)
+    if hasattr(function, "batch_size"):
+        bound.batch_size = function.batch_size  # type: ignore[attr-defined]
+    return bound
 
 
 def _import_function(name: str) -> RewardFunction:
@@ -87,27 +111,56 @@ def _import_function(name: str) -> RewardFunction:
 
 def score_safely(
     function: RewardFunction, data_source: str, response: str, ground_truth: str, extra_info: Mapping[str, Any]
-) -> tuple[float, str | None]:
+) -> Score:
     """(score, None) of an answer, or (0.0, why) when the function raises or its result is no finite number.
 
     The function gets a copy of extra_info. Never raises, but for what is no Exception (KeyboardInterrupt, SystemExit).
     """
     try:
-        result = function(data_source, response, ground_truth, dict(extra_info))
+        return _to_score(_awaited(function(data_source, response, ground_truth, dict(extra_info))))
+    except Exception as error:
+        return 0.0, _describe(error)
+
+
+def score_many(function: RewardFunction, calls: Sequence[Call]) -> list[Score]:
+    """`score_safely` of each answer, or of all in one call where the function has a batch_size."""
+    if not getattr(function, "batch_size", 0):
+        return [score_safely(function, *call) for call in calls]
+    sources, responses, truths, infos = (list(values) for values in zip(*calls, strict=True))
+    whole: Any = function
+    try:
+        results = list(_awaited(whole(sources, responses, truths, [dict(info) for info in infos])))
+        if len(results) == len(calls):
+            return [_to_score_safely(result) for result in results]
+        reason = f"the reward function gave {len(results)} scores for {len(calls)} answers"
+    except Exception as error:
+        reason = _describe(error)
+    return [(0.0, reason)] * len(calls)
+
+
+def _awaited(result: Any) -> Any:
+    return _loop().run_until_complete(result) if hasattr(result, "__await__") else result
+
+
+@functools.cache
+def _loop() -> asyncio.AbstractEventLoop:
+    """One loop for all calls, so that a function may keep its connections."""
+    return asyncio.new_event_loop()
+
+
+def _to_score_safely(result: Any) -> Score:
+    try:
         return _to_score(result)
     except Exception as error:
         return 0.0, _describe(error)
 
 
-def _to_score(result: Any) -> tuple[float, str | None]:
+def _to_score(result: Any) -> Score:
     if isinstance(result, Mapping):
         if "score" not in result:
             keys = ", ".join(map(str, result)) or "nothing"
-            return 0.0, f"the reward function gave a mapping without 'score': it has {keys}"
+            return 0.0, f"the reward function gave a mapping without 'score': it has {keys[:300]}"
         result = result["score"]
-    if inspect.iscoroutine(result):
-        result.close()
-        return 0.0, "the reward function is asynchronous; give a plain function"
     if not isinstance(result, Real) and getattr(result, "shape", None) == ():
         result = result.item()  # a tensor or array of one number
     if not isinstance(result, Real):
@@ -119,8 +172,9 @@ def _to_score(result: Any) -> tuple[float, str | None]:
 
 
 def _describe(error: Exception) -> str:
-    """The error with the line it came from: "ZeroDivisionError: division by zero (rewards.py:12)"."""
-    text = f"{type(error).__name__}: {error}"
+    """The error's first line with the line it came from: "ZeroDivisionError: division by zero (rewards.py:12)"."""
+    lines = str(error).splitlines()
+    text = f"{type(error).__name__}: {lines[0][:300] if lines else ''}".removesuffix(": ")
     frames = traceback.extract_tb(error.__traceback__)
     return f"{text} ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else text
 

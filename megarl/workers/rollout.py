@@ -9,8 +9,7 @@ from transformers import AutoTokenizer
 from megarl.config import Config
 from megarl.engines.sglang import SGLangEngine
 from megarl.reshard.channel import LoadReport
-from megarl.types import GenerationResult
-from megarl.workers.generation import Group, Job, Scorer
+from megarl.workers.generation import Group, Job, Scorer, stream_jobs
 
 
 class RolloutWorker:
@@ -35,7 +34,12 @@ class RolloutWorker:
         tokenizer = AutoTokenizer.from_pretrained(
             config.model.tokenizer_path or folder, trust_remote_code=config.model.trust_remote_code
         )
-        self.scorer = Scorer(tokenizer)
+        self.scorer = Scorer(tokenizer, config.reward)
+
+    def heartbeat(self) -> str | None:
+        """None while the replica runs; else why it does not."""
+        engine: SGLangEngine | None = getattr(self, "engine", None)
+        return "it did not start" if engine is None else engine.why_dead()
 
     def parameters(self) -> list[dict[str, tuple[tuple[int, ...], str]]]:
         """Per tensor-parallel rank the (shape, type) of SGLang's own parameters."""
@@ -44,24 +48,8 @@ class RolloutWorker:
         ]
 
     def generate(self, jobs: Sequence[Job], with_texts: bool) -> list[Group]:
-        """Answer jobs, all in flight at once; a prompt's answers are scored as soon as the last of them ends."""
-        wanted = {
-            request.uid: (number, k) for number, job in enumerate(jobs) for k, request in enumerate(job.requests())
-        }
-        answers: list[dict[int, GenerationResult]] = [{} for _ in jobs]
-        groups: list[Group | None] = [None] * len(jobs)
-
-        def take(result: GenerationResult) -> None:
-            number, k = wanted[result.uid]
-            answers[number][k] = result
-            if len(answers[number]) == jobs[number].num_answers:
-                ordered = [answers[number][i] for i in range(jobs[number].num_answers)]
-                groups[number] = self.scorer.group(jobs[number], ordered, with_texts)
-
-        for result in self.engine.stream([r for job in jobs for r in job.requests()]):
-            take(result)
-        assert all(g is not None for g in groups), "the engine returned with requests unanswered"
-        return [g for g in groups if g is not None]
+        """Answer jobs, all in flight at once, each answer scored as it ends."""
+        return stream_jobs(self.engine, self.scorer, jobs, with_texts)
 
     def sync(self, number: int, sockets: Sequence[str], version: int, deadline: float) -> list[LoadReport]:
         """Take the weights of sync `number` and their version; what each tensor-parallel rank says of it."""
@@ -81,3 +69,4 @@ class RolloutWorker:
 
     def shutdown(self) -> None:
         self.engine.shutdown()
+        self.scorer.close()

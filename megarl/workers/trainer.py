@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from datetime import timedelta
+from functools import reduce
+from operator import add
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from megarl.algorithms.advantages import Moments
 from megarl.algorithms.aggregation import sequence_weights
+from megarl.algorithms.correction import CorrectionFigures, step_correction
 from megarl.algorithms.schedule import learning_rate
 from megarl.algorithms.step_advantages import step_advantages, whitened
 from megarl.config import Config, OptimizerConfig
@@ -127,8 +129,7 @@ class TrainerWorker:
         source = declare(hf_config)
         if role == "critic" and not _has_value_head(folder):
             # The body comes from a language model; the value head starts at zero.
-            body = {n: s for n, s in layout.tensors.items() if n in source.tensors()}
-            layout = _restricted(layout, body)
+            layout = layout.of_tensors(source.tensors())
         elif role == "critic":
             source = declare_critic(hf_config)
         whole = hf_layout(source)
@@ -149,7 +150,7 @@ class TrainerWorker:
         tokenizer = AutoTokenizer.from_pretrained(
             config.model.tokenizer_path or folder, trust_remote_code=config.model.trust_remote_code
         )
-        self.scorer = Scorer(tokenizer)
+        self.scorer = Scorer(tokenizer, config.reward)
 
     # -------------------------------------------------------------------------------------------- a step
 
@@ -208,6 +209,12 @@ class TrainerWorker:
         store.put("advantages", dict(zip(indices, result.advantages, strict=True)))
         if result.returns is not None:
             store.put("returns", dict(zip(indices, result.returns, strict=True)))
+        self.correction: CorrectionFigures | None = None
+        if config.algorithm.correction.is_on:
+            found, self.correction = step_correction(
+                config.algorithm.correction, samples, store.get("old_logprobs", indices)
+            )
+            store.put("importance_weights", dict(zip(indices, found, strict=True)))
         return AdvantageResult(result.moments, result.kl, Stats.of(result.rewards))
 
     def whiten(self, indices: Sequence[int], moments: Moments | None) -> WhitenedResult:
@@ -238,8 +245,10 @@ class TrainerWorker:
 
         config = self.config
         trained = config.actor if role == "actor" else config.critic
-        objective = policy_objective(config.actor) if role == "actor" else value_objective(config.critic)
-        constant = config.actor.aggregation_constant if role == "actor" else None
+        sums_sequences = role == "actor" and config.actor.policy_loss == "gspo"
+        context = self.engines[role].groups.context if sums_sequences else None
+        objective = policy_objective(config.actor, context) if role == "actor" else value_objective(config.critic)
+        constant = config.aggregation_constant if role == "actor" else None
         has_entropy = role == "actor" and config.actor.entropy_coef != 0
         engine = self.engines[role]
         totals: dict[str, list[float]] = {}
@@ -250,7 +259,8 @@ class TrainerWorker:
                     micro_batches,
                     self._multiple(role),
                     self._per_token(role),
-                    self._weights(micro_batches, trained.aggregation, tokens, sequences, constant),
+                    self._weights(micro_batches, trained.aggregation, tokens, sequences, constant)
+                    | (_sequence_numbers(micro_batches) if sums_sequences else {}),
                 )
                 lr = learning_rate_of(trained.optimizer, step, steps.total_steps)
                 result = engine.train_step(
@@ -270,7 +280,16 @@ class TrainerWorker:
         return {
             **{name: float(np.mean(values)) for name, values in totals.items()},
             f"{role}/skipped_updates": skipped,
+            **(self._correction_metrics() if role == "actor" and config.algorithm.correction.is_on else {}),
         }
+
+    def _correction_metrics(self) -> dict[str, float]:
+        """Of all data-parallel ranks."""
+        assert self.correction is not None, "advantages come first"
+        group = self.engines["actor"].groups.data
+        figures: list[Any] = [None] * group.size()
+        dist.all_gather_object(figures, self.correction, group=group)
+        return reduce(add, figures).metrics()
 
     def _count_skipped(self, role: str, applied: bool, step: int, grad_norm: float) -> None:
         """Stop the run when too many updates in a row were skipped; the same on every rank."""
@@ -286,6 +305,8 @@ class TrainerWorker:
         if role == "critic":
             return {"old_values": "values", "returns": "returns"}
         names = {"old_logprobs": "old_logprobs", "advantages": "advantages"}
+        if self.config.algorithm.correction.is_on:
+            names["importance_weights"] = "importance_weights"
         return names | ({"reference_logprobs": "reference_logprobs"} if self.config.actor.kl_loss_coef > 0 else {})
 
     def _weights(
@@ -407,6 +428,11 @@ def learning_rate_of(config: OptimizerConfig, step: int, total_steps: int) -> fl
     )
 
 
+def _sequence_numbers(micro_batches: MicroBatches) -> dict[str, dict[int, float]]:
+    """Each sample's number in its micro-batch, from 0."""
+    return {"sequence": {i: float(number) for batch in micro_batches for number, i in enumerate(batch)}}
+
+
 def _loss_token_stats(samples: Sequence[Sample], values: Sequence[np.ndarray]) -> Stats:
     return Stats.of(np.concatenate([v[s.loss_mask] for s, v in zip(samples, values, strict=True)]) if samples else [])
 
@@ -422,12 +448,6 @@ def _moments(samples: Sequence[Sample], values: Sequence[np.ndarray]) -> Moments
 
 def _has_value_head(folder: str) -> bool:
     return VALUE_HEAD in hf_files.tensor_files(folder)
-
-
-def _restricted(layout: Layout, tensors: Mapping[str, tuple[int, ...]]) -> Layout:
-    """The layout without the pieces of other tensors."""
-    shards = tuple(replace(s, pieces=tuple(p for p in s.pieces if p.tensor in tensors)) for s in layout.shards)
-    return replace(layout, tensors=tensors, shards=shards)
 
 
 def _check_engine_parameters(target: Layout, rank: int, engine: HFEngine) -> None:

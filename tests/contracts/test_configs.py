@@ -12,7 +12,8 @@ import yaml
 from megarl import config
 
 ROOT = Path(__file__).parents[2]
-SHIPPED = sorted(p for p in (ROOT / "configs").rglob("*.yaml"))
+PRESETS = sorted((ROOT / "configs" / "algorithms").glob("*.yaml"))
+SHIPPED = sorted(p for p in (ROOT / "configs").rglob("*.yaml") if p not in PRESETS)
 GOLDEN = Path(__file__).with_name("config_keys.txt")
 
 
@@ -36,6 +37,27 @@ def test_every_shipped_config_loads_and_survives_a_round_trip(path: Path, tmp_pa
     again = tmp_path / "resolved.yaml"
     again.write_text(config.to_yaml(loaded))
     assert config.load(str(again)) == loaded
+
+
+BASES = [ROOT / "configs" / "quickstart.yaml", ROOT / "configs" / "quickstart_grpo.yaml"]
+
+
+@pytest.mark.parametrize("base", BASES, ids=lambda p: p.stem)
+@pytest.mark.parametrize("preset", PRESETS, ids=lambda p: p.stem)
+def test_every_preset_can_be_laid_over_a_run_of_any_other_algorithm(preset: Path, base: Path) -> None:
+    loaded = config.load([str(base), str(preset)], ["rollout.n=8"])
+    for other in PRESETS:
+        assert config.load([str(base), str(other), str(preset)], ["rollout.n=8"]) == loaded, other
+
+
+@pytest.mark.parametrize("preset", PRESETS, ids=lambda p: p.stem)
+def test_a_preset_cites_its_paper_and_holds_the_algorithm_alone(preset: Path) -> None:
+    text = preset.read_text()
+    assert text.startswith("#")
+    assert "arXiv:" in text.split("algorithm:")[0]
+    sections = yaml.safe_load(text)
+    assert set(sections) == {"actor", "algorithm"}
+    assert not set(sections["actor"]) & {"parallel", "optimizer", "batch", "offload", "recompute"}
 
 
 def test_config_keys_are_the_golden_ones() -> None:

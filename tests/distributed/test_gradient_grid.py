@@ -6,11 +6,12 @@ loss written out here once more; then each layout against that one rank.
 
 The grid is not walked whole. Each layout trains actor and critic on every batching, with the aggregations turned by one
 from layout to layout: so each pair of layout, role, batching and aggregation occurs. Tied and untied actors take turns.
+gspo, the one policy loss that looks at more than a token, is trained in each layout too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +24,7 @@ from training_task import (
     ADAM,
     CONSTANT,
     CRITIC,
+    GSPO,
     SHAPES,
     Case,
     Outcome,
@@ -76,7 +78,8 @@ def written_out(task: Task, case: Case) -> Outcome:
         if not mask.any():
             continue
         given = {name: torch.tensor(values[number])[mask] for name, values in task.given.items()}
-        loss, figures = actor_loss(own, given) if task.role == "actor" else critic_loss(own, given)
+        of_policy = gspo_loss if case.policy_loss == "gspo" else ppo_loss
+        loss, figures = actor_loss(own, given, of_policy) if task.role == "actor" else critic_loss(own, given)
         losses.append(loss)
         for name, figure in figures.items():
             means.setdefault(name, []).append(figure.detach())
@@ -106,24 +109,48 @@ def written_out(task: Task, case: Case) -> Outcome:
     return Outcome(outputs, sums, norm, gradients, weights, magnitudes)
 
 
-def actor_loss(own: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, Any]:
+def ppo_loss(own: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     advantages = given["advantages"]
+    clip_low, clip_high = ACTOR.clip_range
     ratio = (own["logprobs"] - given["old_logprobs"]).exp()
-    inside = ratio.clamp(1 - ACTOR.clip_low, 1 + ACTOR.clip_high)
+    inside = ratio.clamp(1 - clip_low, 1 + clip_high)
     surrogate = torch.minimum(ratio * advantages, inside * advantages)
     bounded = torch.where(advantages < 0, torch.maximum(surrogate, ACTOR.dual_clip * advantages), surrogate)
-    log_ratio = given["reference_logprobs"] - own["logprobs"]
-    kl = log_ratio.exp() - 1 - log_ratio
-    figures = {
+    return {
         "actor/pg_loss": -bounded,
         "actor/pg_clipfrac": (inside * advantages < ratio * advantages).float(),
         "actor/pg_clipfrac_lower": (bounded != surrogate).float(),
+    }
+
+
+def gspo_loss(own: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Each token of a sequence inside the bounds has the gradient of its own log-prob, times the sequence's ratio."""
+    advantages, logprobs = given["advantages"], own["logprobs"]
+    ratio = float((logprobs.detach() - given["old_logprobs"]).mean().exp())
+    lowest, highest = 1 - GSPO.clip_low, 1 + GSPO.clip_high
+    clipped = ((ratio > highest) & (advantages > 0)) | ((ratio < lowest) & (advantages < 0))
+    inside = -advantages * ratio * (1 + logprobs - logprobs.detach())
+    return {
+        "actor/pg_loss": torch.where(clipped, -advantages * min(max(ratio, lowest), highest), inside),
+        "actor/pg_clipfrac": clipped.float(),
+        "actor/pg_clipfrac_lower": torch.zeros_like(advantages),
+    }
+
+
+def actor_loss(
+    own: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor], of_policy: Callable[..., Any]
+) -> tuple[torch.Tensor, Any]:
+    log_ratio = given["reference_logprobs"] - own["logprobs"]
+    kl = log_ratio.exp() - 1 - log_ratio
+    figures = {
+        **of_policy(own, given),
         "actor/ppo_kl": given["old_logprobs"] - own["logprobs"],
         "actor/entropy_in_update": own["entropy"],
         "actor/kl_loss": kl,
         "actor/kl_coef": torch.full_like(kl, ACTOR.kl_loss_coef),
     }
-    return -bounded - ACTOR.entropy_coef * own["entropy"] + ACTOR.kl_loss_coef * kl, figures
+    loss = figures["actor/pg_loss"] - ACTOR.entropy_coef * own["entropy"] + ACTOR.kl_loss_coef * kl
+    return loss, figures
 
 
 def critic_loss(own: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, Any]:
@@ -148,7 +175,7 @@ def aggregate(aggregation: str, losses: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def cases_of(layout: str) -> dict[str, list[Case]]:
-    """For each role one case a batching."""
+    """For each role one case a batching, and one of gspo."""
     num_ranks, parallel = LAYOUTS[layout]
     turn = list(LAYOUTS).index(layout)
     num_data = parallel.data_parallel(num_ranks)
@@ -157,8 +184,9 @@ def cases_of(layout: str) -> dict[str, list[Case]]:
         size = len(SHAPES) if batching.startswith("packed") else int(batching[-1]) * num_data
         return Case(batching, AGGREGATIONS[(turn + number) % len(AGGREGATIONS)], size)
 
+    gspo = Case(f"packed in {1 + 3 * (turn % 2)}", "seq-mean-token-mean", len(SHAPES), "gspo")
     return {
-        "actor": [case(number, batching) for number, batching in enumerate(BATCHINGS)],
+        "actor": [*(case(number, batching) for number, batching in enumerate(BATCHINGS)), gspo],
         "critic": [case(number + 1, batching) for number, batching in enumerate(BATCHINGS)],
     }
 
@@ -179,7 +207,7 @@ Key = tuple[Of, Case]
 
 
 def reference_key(layout: str, role: str, case: Case) -> Key:
-    return task_key(layout, role), Case("packed in 1", case.aggregation, case.num_samples)
+    return task_key(layout, role), replace(case, batching="packed in 1")
 
 
 @pytest.fixture(scope="module")
@@ -224,12 +252,18 @@ def test_every_pair_of_the_grid_occurs() -> None:
 
 def test_the_task_clips_some_tokens_but_not_all(references: dict[Key, Outcome]) -> None:
     shares = {
-        name: value
+        (case.policy_loss, name): value
         for (_, case), outcome in references.items()
         for name, value in outcome.sums.items()
         if case.num_samples == len(SHAPES) and "clipfrac" in name
     }
-    assert sorted(shares) == ["actor/pg_clipfrac", "actor/pg_clipfrac_lower", "critic/vf_clipfrac"]
+    assert shares.pop(("gspo", "actor/pg_clipfrac_lower")) == 0.0
+    assert sorted(shares) == [
+        ("gspo", "actor/pg_clipfrac"),
+        ("ppo", "actor/pg_clipfrac"),
+        ("ppo", "actor/pg_clipfrac_lower"),
+        ("ppo", "critic/vf_clipfrac"),
+    ]
     assert all(0 < share < 0.7 for share in shares.values()), shares
 
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -30,6 +30,7 @@ from megarl.reshard.layouts import megatron_layout
 TOLERANCE = 1e-5
 TEMPERATURE = 0.8
 ACTOR = ActorConfig(entropy_coef=0.05, kl_loss_coef=0.1, kl_loss_kind="k3", dual_clip=1.5)
+GSPO = replace(ACTOR, policy_loss="gspo", clip_low=0.01, clip_high=0.02)
 CRITIC = CriticConfig(value_clip=0.2)
 CONSTANT = 37.0
 # With this eps an update is a smooth function of the gradient, so that rounding does not decide its sign. The largest
@@ -57,6 +58,7 @@ class Case:
     batching: str
     aggregation: str
     num_samples: int  # the first so many of SHAPES, over all ranks
+    policy_loss: Literal["ppo", "gspo"] = "ppo"
 
 
 @dataclass(frozen=True)
@@ -139,9 +141,10 @@ def outputs_of(model: Any, head: torch.Tensor, sample: TokenSequence) -> dict[st
     }
 
 
-def objective_of(role: str) -> LossFunction:
+def objective_of(role: str, policy_loss: str = "ppo", context: dist.ProcessGroup | None = None) -> LossFunction:
     """The real one; the whole loss is added to the sums."""
-    inner = policy_objective(ACTOR) if role == "actor" else value_objective(CRITIC)
+    actor = ACTOR if policy_loss == "ppo" else GSPO
+    inner = policy_objective(actor, context) if role == "actor" else value_objective(CRITIC)
 
     def objective(outputs: TokenOutputs, batch: TokenBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         loss, sums = inner(outputs, batch)
@@ -181,7 +184,8 @@ def batches_of(task: Task, case: Case, parallel: ParallelConfig, own: Sequence[i
         pack(
             [task.samples[n] for n in part],
             {name: [values[n] for n in part] for name, values in task.given.items()},
-            {name: [values[n] for n in part] for name, values in shares.items()},
+            {name: [values[n] for n in part] for name, values in shares.items()}
+            | {"sequence": [float(number) for number in range(len(part))]},
             multiple,
         )
         for part in parts
@@ -215,7 +219,7 @@ def train_case(engine: MegatronEngine, task: Task, case: Case) -> Outcome:
         number: {name: values[place][masks[place]] for name, values in unpacked.items()}
         for place, number in enumerate(own)
     }
-    objective = objective_of(task.role)
+    objective = objective_of(task.role, case.policy_loss, engine.groups.context)
     result = engine.train_step(batches, objective, ADAM.lr, TEMPERATURE, with_entropy=task.role == "actor")
     assert result.applied
     join_gradients(engine)

@@ -20,11 +20,11 @@ UNREPEATABLE = ("time", "perf/", "timing_")
 
 
 @contextmanager
-def started(*arguments: str) -> Iterator[subprocess.Popen[str]]:
+def started(*arguments: str, module: str = "megarl.cli") -> Iterator[subprocess.Popen[str]]:
     """`megarl train ...`, in a process group of its own that is killed at the end."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
     process = subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-m", "megarl.cli", "train", *arguments],
+        [sys.executable, "-W", "ignore", "-m", module, "train", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -40,10 +40,13 @@ def started(*arguments: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def train(
-    *arguments: str, deadline: float = 240.0, watch: Callable[[subprocess.Popen[str], str], None] | None = None
+    *arguments: str,
+    deadline: float = 240.0,
+    watch: Callable[[subprocess.Popen[str], str], None] | None = None,
+    module: str = "megarl.cli",
 ) -> str:
     """Run to the end; the whole output. `watch` sees every line as it comes."""
-    with started(*arguments) as process:
+    with started(*arguments, module=module) as process:
         guard = threading.Timer(deadline, lambda: os.killpg(process.pid, signal.SIGKILL))
         guard.start()
         lines = []

@@ -55,9 +55,9 @@ def save_model(config, seed, folder):
 
 
 @contextlib.contextmanager
-def running_engine(folder, tensor, log_file, load_weights=True):
+def running_engine(folder, tensor, log_file, load_weights=True, **options):
     """An engine of a folder's model; afterwards it is gone, and so are its processes."""
-    rollout = RolloutConfig(tensor=tensor, sglang=SGLangConfig(max_running_requests=16))
+    rollout = RolloutConfig(tensor=tensor, sglang=SGLangConfig(max_running_requests=16, **options))
     before = set(psutil.Process().children(recursive=True))
     engine = SGLangEngine(
         str(folder),
@@ -139,15 +139,15 @@ def source_layout(config, parallel):
     return role_layout("actor", config, parallel, NUM_TRAINERS, fused_norms=False)
 
 
-def target_layout(config, tensor):
-    return sglang_layout(declare(config), tensor, 1, 64)
+def target_layout(config, tensor, expert=1):
+    return sglang_layout(declare(config), tensor, 1, 64, expert)
 
 
 class Trainers:
     """All ranks of the trainers. fault: of rank 1, see `inject`."""
 
-    def __init__(self, config, folder, tensor, fault=None, parallel=TENSOR_PIPELINE):
-        self.source, self.target = source_layout(config, parallel), target_layout(config, tensor)
+    def __init__(self, config, folder, tensor, fault=None, parallel=TENSOR_PIPELINE, expert=1):
+        self.source, self.target = source_layout(config, parallel), target_layout(config, tensor, expert)
         self.tensor, self.number = tensor, 0
         store = str(folder / f"store{uuid.uuid4().hex}")
         faults = {1: fault}

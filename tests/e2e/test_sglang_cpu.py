@@ -6,6 +6,7 @@ import concurrent.futures
 import contextlib
 import copy
 import dataclasses
+import re
 import time
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ from transformers import LlamaConfig, Qwen2Config, Qwen3MoeConfig
 
 from megarl import config as megarl_config
 from megarl.driver.sync import WeightSync
-from megarl.engines.sglang import SGLangEngine
+from megarl.engines.sglang import EngineDied, SGLangEngine
 from megarl.reshard.channel import UNVERIFIED, Channel, ChannelDelivery
 from megarl.reshard.transports import BucketRegion
 from megarl.types import SamplingParams
@@ -65,11 +66,11 @@ class Replica:
 
 
 @contextlib.contextmanager
-def start(kind, tensor, folder, load_weights=True):
+def start(kind, tensor, folder, load_weights=True, **options):
     config = EXPERTS if kind == "qwen3_moe" else CONFIGS[kind]
     model = save_model(config, 0, folder / "model")
     other = save_model(config, 1, folder / "other")
-    with running_engine(folder / "model", tensor, folder / "sglang.log", load_weights) as engine:
+    with running_engine(folder / "model", tensor, folder / "sglang.log", load_weights, **options) as engine:
         trainers = Trainers(config, folder, tensor)
         with parties(*trainers.parties):
             yield Replica(engine, str(folder / "model"), model, str(folder / "other"), other, trainers)
@@ -197,12 +198,20 @@ def test_sleep_and_wake_do_nothing_without_a_gpu(replica):
 
 
 def test_experts_arrive_by_the_layout(tmp_path):
-    """What a layout says of SGLang's fused expert tensors is what SGLang computes with."""
+    """What a layout says of SGLang's fused expert tensors is what SGLang computes with; and it runs with options by
+    our names."""
     layout = target_layout(EXPERTS, 2)
-    with start("qwen3_moe", 2, tmp_path, load_weights=False) as replica:
+    own = {"log_stats": 0.2, "radix_cache": False, "chunked_prefill_size": 8, "max_prefill_tokens": 32}
+    with start("qwen3_moe", 2, tmp_path, load_weights=False, **own) as replica:
         for rank, parameters in enumerate(replica.engine.parameter_shapes()):
             assert {n: tuple(p.shape) for n, p in parameters.items()} == dict(layout.shard(rank).parameters)
         load_and_verify(replica, replica.trainers, replica.other_folder, replica.other_model, version=1)
+        time.sleep(0.5)
+        log, taken = (tmp_path / "sglang.log").read_text(), replica.engine._engine.server_args
+    assert re.search(r"\] megarl: \d+ running, 0 waiting, KV cache \d+%, [\d,]+ tokens/s", log)
+    assert "no statistics" not in log
+    assert "chunked_prefill_size=8, max_prefill_tokens=32" in log
+    assert taken.disable_radix_cache
 
 
 def test_two_ranks_that_read_no_weights_and_the_end_of_one(tmp_path):
@@ -235,5 +244,6 @@ def test_two_ranks_that_read_no_weights_and_the_end_of_one(tmp_path):
         sent = replica.trainers.results()
         assert "SGLang tensor rank 1 of replica 0: " in str(sent[1])
         assert not any(isinstance(report, RuntimeError) for report in sent[2:])
-        with pytest.raises(RuntimeError, match="SGLang has died"):
+        assert "was killed by SIGKILL" in replica.engine.why_dead()
+        with pytest.raises(EngineDied, match="SGLang has died"):
             replica.engine.generate(make_requests(1))

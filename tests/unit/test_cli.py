@@ -55,6 +55,18 @@ def test_a_bad_configuration_exits_2_with_every_violation_and_without_ray() -> N
     ]
 
 
+def test_more_files_are_laid_over_the_first(tmp_path: Path) -> None:
+    """Wherever they stand among the values, and a value that ends like a file is none."""
+    over = tmp_path / "over.yml"
+    over.write_text("data: {prompts_per_step: 1024}\nrun: {seed: -2}\n")
+    done = run("plan", QUICKSTART, "run.seed=3", str(over), "run.name=a.yaml", "rollout.n=2")
+    assert done.returncode == 0, done.stderr
+    assert "1024 prompts x 2 answers = 2048 samples a step" in done.stdout
+    done = run("plan", QUICKSTART, str(over))
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[1:] == [f"  * run.seed: is -2, must be 0 or more ({over})"]
+
+
 def test_keys_lists_every_key(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["keys"]) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -50,7 +50,7 @@ def test_every_violation_is_reported_at_once(tmp_path: Path) -> None:
     assert caught.value.violations == [
         "data.train_batch_size: this is verl's name; here it is data.prompts_per_step",
         "actor.optimiser.lr: unknown key; did you mean actor.optimizer.lr?",
-        "actor.clip_low: is 'high' (str), but must be a number",
+        "actor.clip_low: is 'high' (str), but must be a number or null",
         "actor.parallel: tensor 3 x pipeline 1 x context 1 = 3 does not divide the 4 ranks (cluster.num_nodes x "
         "cluster.gpus_per_node); change one of them",
         "actor.batch.mini_batch_prompts: 4 does not divide data.prompts_per_step = 10",
@@ -92,8 +92,19 @@ def test_an_unknown_key_comes_with_the_nearest_known_one(sections: dict[str, Any
         ("run", "save_model", 1, "run.save_model: is 1 (int), but must be true or false"),
         ("run", "name", True, "run.name: is True (bool), but must be a text"),
         ("data", "train", 3, "data.train: is 3 (int), but must be a list"),
-        ("actor", "clip_low", True, "actor.clip_low: is True (bool), but must be a number"),
-        ("actor", "kl_loss_kind", "k4", "actor.kl_loss_kind: is 'k4' (str), but must be k1 or abs or k2 or k3"),
+        ("actor", "clip_low", True, "actor.clip_low: is True (bool), but must be a number or null"),
+        (
+            "actor",
+            "kl_loss_kind",
+            "k4",
+            "actor.kl_loss_kind: is 'k4' (str), but must be k1 or abs or k2 or k3 or k1+ or k3+",
+        ),
+        (
+            "algorithm",
+            "kl_in_reward_kind",
+            "k3+",  # differs from k3 by its gradient, which a reward has not
+            "algorithm.kl_in_reward_kind: is 'k3+' (str), but must be k1 or abs or k2 or k3",
+        ),
         (
             "sync",
             "verify",
@@ -147,6 +158,40 @@ def test_what_cannot_be_read_is_a_configuration_error(tmp_path: Path) -> None:
             config.load(str(broken))
 
 
+def test_files_are_laid_over_each_other_and_the_command_line_over_all(tmp_path: Path) -> None:
+    base = write(tmp_path, "run: {seed: 5, total_steps: 7}\nactor: {clip_low: 0.1, clip_high: 0.1}\n")
+    first, second = tmp_path / "first.yaml", tmp_path / "second.yaml"
+    first.write_text("run: {seed: 6}\nactor: {clip_high: 0.3}\nrollout: {n: 2}\n")
+    second.write_text("run: {seed: 7}\n")
+    found = config.load([base, str(first), str(second)], ["rollout.n=4"])
+    assert (found.run.seed, found.run.total_steps, found.rollout.n) == (7, 7, 4)
+    assert (found.actor.clip_low, found.actor.clip_high) == (0.1, 0.3)
+    assert config.load([base, str(second), str(first)]).run.seed == 6
+
+
+def test_with_several_files_a_violation_names_the_one_that_set_its_key(tmp_path: Path) -> None:
+    base = write(tmp_path, "actor: {clip_low: 2, clip_high: -1, parallel: {tensor: 3}}\ncluster: {gpus_per_node: 4}\n")
+    over = tmp_path / "over.yaml"
+    over.write_text("algorithm: {advantage: rloo, gama: 1}\nactor: {clip_high: -2}\n")
+    with pytest.raises(config.ConfigError) as caught:
+        config.load([base, str(over)], ["run.seed=-1"])
+    assert caught.value.violations == [
+        f"algorithm.gama: unknown key; did you mean algorithm.gamma? ({over})",
+        "actor.parallel: tensor 3 x pipeline 1 x context 1 = 3 does not divide the 4 ranks (cluster.num_nodes x "
+        f"cluster.gpus_per_node); change one of them ({base})",
+        # Nobody set it.
+        "rollout.n: is 1, but rloo compares the answers to one prompt; set it to 2 or more",
+        f"actor.clip_high: is -2.0, must be 0 or more ({over})",
+        f"actor.clip_low: is 2.0, must be at most 1 (0.2 is usual) ({base})",
+        "run.seed: is -1, must be 0 or more (the command line)",
+    ]
+    with pytest.raises(config.ConfigError, match=r"no configuration file none\.yaml"):
+        config.load([base, "none.yaml"])
+    over.write_text("- a\n")
+    with pytest.raises(config.ConfigError, match=r"over\.yaml: is a list"):
+        config.load([base, str(over)])
+
+
 NAMES = ["1e3", "null", "true", "0123", "a: b", "~", "no", "2024-01-01", "'q'", "é", "two\nlines", ".5", "0x10", "1:30"]
 
 
@@ -196,6 +241,41 @@ def test_yaml_and_back_is_the_identity(tmp_path: Path, name: str) -> None:
             "rollout.num_gpus: 3 is no multiple of rollout.tensor = 2; change one of them",
         ),
         ({"rollout": {"num_gpus": -1}}, "rollout.num_gpus: is -1, must be at least 0"),
+        (
+            {"rollout": {"sglang": {"expert": 2}, "tensor": 1}},
+            "rollout.sglang.expert: 2 does not divide rollout.tensor = 1; change one of them",
+        ),
+        (
+            {"rollout": {"sglang": {"expert": 2}, "engine": "hf"}},
+            "rollout.sglang.expert: is 2, but rollout.engine is hf; set it to 1",
+        ),
+        (
+            {"rollout": {"sglang": {"chunked_prefill_size": 0}}},
+            "rollout.sglang.chunked_prefill_size: is 0, must be at least 1, or -1 for whole prompts",
+        ),
+        (
+            {"rollout": {"sglang": {"options": {"tp_size": 2}}}},
+            "rollout.sglang.options.tp_size: here it is rollout.tensor",
+        ),
+        (
+            {"rollout": {"sglang": {"options": {"enable_dp_attention": True, "dp_size": 1}}}},
+            "rollout.sglang.options.enable_dp_attention: is True, but the layout that weights are synced by knows only "
+            "tensor and expert parallel; give replicas of their own instead: a smaller rollout.tensor makes more",
+        ),
+        (
+            {"rollout": {"sglang": {"options": {"pp_size": 2}}}},
+            "rollout.sglang.options.pp_size: is 2, but the layout that weights are synced by knows only tensor and "
+            "expert parallel; leave it out",
+        ),
+        (
+            {"rollout": {"sglang": {"options": {"moe_runner_backend": "flashinfer_trtllm"}}}},
+            "rollout.sglang.options.moe_runner_backend: flashinfer_trtllm reorders the experts' weights after loading, "
+            "so that no sync could write them; use triton",
+        ),
+        (
+            {"rollout": {"sglang": {"kv_cache_dtype": "fp8"}}},
+            "rollout.sglang.kv_cache_dtype: is 'fp8' (str), but must be auto or bf16 or fp8_e5m2 or fp8_e4m3",
+        ),
         (
             {"rollout": {"num_gpus": 1, "engine": "hf"}},
             "rollout.num_gpus: is 1, but the hf engine lives in the trainer's processes; set it to 0 or rollout.engine "
@@ -259,6 +339,9 @@ def test_limits_of_parts_that_a_run_does_not_have_are_not_looked_at() -> None:
         ({"run": {"total_steps": 0}}, "run.total_steps: is 0, must be at least 1"),
         ({"run": {"save_every": -1}}, "run.save_every: is -1, must be 0 or more"),
         ({"run": {"deadline": 0}}, "run.deadline: is 0.0, must be above 0"),
+        ({"reward": {"time_limit": 0}}, "reward.time_limit: is 0.0, must be above 0"),
+        ({"reward": {"num_workers": 0}}, "reward.num_workers: is 0, must be at least 1"),
+        ({"reward": {"memory_mb": 0}}, "reward.memory_mb: is 0, must be at least 1"),
         ({"run": {"deadline": float("nan")}}, "run.deadline: is nan, must be above 0"),
         ({"actor": {"optimizer": {"lr": -1e-6}}}, "actor.optimizer.lr: is -1e-06, must be 0 or more"),
         (
@@ -331,13 +414,95 @@ def test_limits_of_parts_that_a_run_does_not_have_are_not_looked_at() -> None:
         ),
         ({"actor": {"clip_low": 1.5}}, "actor.clip_low: is 1.5, must be at most 1 (0.2 is usual)"),
         (
+            {"actor": {"policy_loss": "gspo", "clip_low": 2}},
+            "actor.clip_low: is 2.0, must be at most 1 (0.0003 is usual)",
+        ),
+        (
+            {"actor": {"policy_loss": "gpg", "clip_high": 0.2}},
+            "actor.clip_high: is 0.2, but actor.policy_loss gpg does not clip; leave it out",
+        ),
+        (
+            {"actor": {"policy_loss": "gspo", "dual_clip": 2}},
+            "actor.dual_clip: is 2.0, but actor.policy_loss gspo has none; leave it out",
+        ),
+        (
+            {"actor": {"sapo_tau_negative": 2}},
+            "actor.sapo_tau_negative: is 2.0, but actor.policy_loss is ppo; leave it out",
+        ),
+        (
+            {"actor": {"policy_loss": "sapo", "sapo_tau_positive": 0}},
+            "actor.sapo_tau_positive: is 0.0, must be above 0",
+        ),
+        (
+            {"algorithm": {"correction": {"max_weight": 3}}},
+            "algorithm.correction.max_weight: is 3.0, but algorithm.correction.weights is none; set that, or leave it "
+            "out",
+        ),
+        (
+            {"algorithm": {"correction": {"weights": "token", "min_weight": 2}}},
+            "algorithm.correction.min_weight: is 2.0, must be below algorithm.correction.max_weight 2.0",
+        ),
+        (
+            {"algorithm": {"correction": {"weights": "token", "max_weight": 0}}},
+            "algorithm.correction.max_weight: is 0.0, must be above 0",
+        ),
+        (
+            {"algorithm": {"correction": {"reject": "token"}}},
+            "algorithm.correction.reject_above: is not set; algorithm.correction.reject token needs a bound",
+        ),
+        (
+            {"algorithm": {"correction": {"reject_above": 2}}},
+            "algorithm.correction.reject_above: is 2.0, but algorithm.correction.reject is none; set that, or leave it "
+            "out",
+        ),
+        (
+            {"algorithm": {"correction": {"reject": "token", "reject_above": 0.5}}},
+            "algorithm.correction.reject_above: is 0.5, but k1 bounds a ratio, which is 1 where both agree; set it "
+            "above 1, or algorithm.correction.reject_below too",
+        ),
+        (
+            {"algorithm": {"correction": {"reject": "token", "reject_above": 2, "reject_below": 2}}},
+            "algorithm.correction.reject_below: is 2.0, must be below algorithm.correction.reject_above 2.0",
+        ),
+        (
+            {
+                "algorithm": {
+                    "correction": {"reject": "seq_max", "reject_kind": "k3", "reject_above": 1, "reject_below": 0.1}
+                }
+            },
+            "algorithm.correction.reject_below: is 0.1, but k3 is never negative and has no lower bound; leave it out",
+        ),
+        (
             {"actor": {"dual_clip": 1.0}},
             "actor.dual_clip: is 1.0, must be above 1 (3.0 is usual), or null to turn it off",
         ),
         ({"critic": {"value_clip": 0.0}}, "critic.value_clip: is 0.0, must be above 0"),
         (
-            {"actor": {"aggregation": "constant"}},
-            "actor.aggregation_constant: must be set for aggregation constant (the response limit x samples is usual)",
+            {"actor": {"aggregation": "constant", "aggregation_constant": 0}},
+            "actor.aggregation_constant: is 0.0, must be above 0",
+        ),
+        (
+            {"algorithm": {"advantage": "opo", "kl_in_reward_coef": 0.1}, "rollout": {"n": 2}},
+            "algorithm.kl_in_reward_coef: is 0.1, but opo compares scores without the penalty; use actor.kl_loss_coef",
+        ),
+        (
+            {"algorithm": {"advantage": "grpo", "gamma": 0.9}, "rollout": {"n": 2}},
+            "algorithm.gamma: is 0.9, but algorithm.advantage grpo does not look at it, only gae, reinforce_pp; leave "
+            "it out",
+        ),
+        (
+            {"algorithm": {"advantage": "reinforce_pp", "lam": 0.9}},
+            "algorithm.lam: is 0.9, but algorithm.advantage reinforce_pp does not look at it, only gae; leave it out",
+        ),
+        (
+            {"algorithm": {"advantage": "rloo", "whiten_advantages": False}, "rollout": {"n": 2}},
+            "algorithm.whiten_advantages: is false, but algorithm.advantage rloo does not look at it, only gae, "
+            "reinforce_pp, reinforce_pp_baseline; leave it out",
+        ),
+        (
+            {"algorithm": {"normalise_by_std": False}},
+            "algorithm.normalise_by_std: is false, but algorithm.advantage gae does not look at it, only grpo, "
+            "grpo_passk; leave it out",
         ),
         (
             {"critic": {"aggregation": "constant"}},
@@ -365,6 +530,27 @@ def test_limits_of_parts_that_a_run_does_not_have_are_not_looked_at() -> None:
 )
 def test_values_out_of_range_and_contradictions(sections: dict[str, Any], said: str) -> None:
     assert violations(**sections) == [said]
+
+
+@pytest.mark.parametrize("advantage", ["grpo", "rloo", "opo", "gpg", "grpo_passk", "reinforce_pp_baseline"])
+def test_what_compares_answers_needs_two_of_them_and_no_critic(advantage: str) -> None:
+    assert violations(algorithm={"advantage": advantage}) == [
+        f"rollout.n: is 1, but {advantage} compares the answers to one prompt; set it to 2 or more"
+    ]
+    assert list(build(algorithm={"advantage": advantage}, rollout={"n": 2}).roles()) == ["actor"]
+
+
+def test_reinforce_pp_needs_neither_groups_nor_a_critic_and_may_have_the_kl_in_its_reward() -> None:
+    found = build(algorithm={"advantage": "reinforce_pp", "gamma": 0.9, "kl_in_reward_coef": 0.1, "kl_target": 6.0})
+    assert list(found.roles()) == ["actor", "reference"]
+
+
+def test_the_constant_of_aggregation_is_that_of_dr_grpo_unless_given() -> None:
+    """Two prompts a mini-batch x 3 answers x 256 tokens = 1536."""
+    batch = {"batch": {"mini_batch_prompts": 2}, "aggregation": "constant"}
+    found = build(actor=batch, rollout={"n": 3}, critic={"batch": {"mini_batch_prompts": 2}})
+    assert found.aggregation_constant == 1536.0
+    assert build(actor={**batch, "aggregation_constant": 10}).aggregation_constant == 10.0
 
 
 @pytest.mark.parametrize("key", [*config.AT_LEAST_1, *config.AT_LEAST_0, *config.ABOVE_0])
@@ -461,3 +647,25 @@ def test_an_engine_on_gpus_of_its_own_has_its_own_replicas_and_never_sleeps() ->
     found = build(**own)
     assert (found.num_replicas, found.cluster.num_ranks, found.rollout.sleeps) == (2, 3, False)
     assert build().rollout.sleeps
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, (0.2, 0.2)),
+        ({"clip_high": 0.28}, (0.2, 0.28)),
+        ({"policy_loss": "gspo"}, (3e-4, 4e-4)),
+        ({"policy_loss": "gspo", "clip_low": 0.0}, (0.0, 4e-4)),
+        ({"policy_loss": "cispo", "clip_high": 4}, (1.0, 4.0)),
+    ],
+)
+def test_each_policy_loss_clips_at_its_own_range_unless_told_otherwise(
+    options: dict[str, Any], expected: tuple[float, float]
+) -> None:
+    assert build(actor=options).actor.clip_range == expected
+
+
+def test_a_correction_with_bounds_is_taken() -> None:
+    own = {"weights": "token", "min_weight": 0.5, "max_weight": 5, "reject": "seq_mean", "reject_above": 1.01}
+    found = build(algorithm={"correction": own}).algorithm.correction
+    assert (found.is_on, found.min_weight, found.max_weight, found.reject_below) == (True, 0.5, 5.0, None)

@@ -12,10 +12,14 @@ from hypothesis import strategies as st
 from megarl.algorithms.advantages import (
     GROUP_ADVANTAGES,
     Moments,
+    discounted_returns,
     dr_grpo,
     gae,
     gae_packed,
+    gpg,
     grpo,
+    grpo_passk,
+    opo,
     rloo,
     token_rewards,
     whiten,
@@ -136,6 +140,20 @@ class TestGAE:
             gae_packed(zeros, zeros, mask, [2, 2], 1.0, 1.0)
 
 
+class TestDiscountedReturns:
+    def test_worked_by_hand(self) -> None:
+        # gamma 0.5. Sequence 0: 4, 2 + 0.5 * 4 = 4, 1 + 0.5 * 4 = 3, over an observation; sequence 1: 6.
+        rewards = torch.tensor([1.0, 2.0, math.nan, 4.0, 6.0])
+        found = discounted_returns(rewards, torch.tensor([T, T, F, T, T]), [4, 1], gamma=0.5)
+        assert found.tolist() == [3.0, 4.0, 0.0, 4.0, 6.0]
+
+    def test_is_the_score_less_the_kl_still_to_come(self) -> None:
+        """REINFORCE++'s A_t = r - beta * sum_{i >= t} KL_i."""
+        kl, mask = torch.tensor([0.5, 0.25, 1.0]), torch.tensor([T, T, T])
+        found = discounted_returns(token_rewards(2.0, kl, mask, kl_coef=0.1), mask, [3], gamma=1.0)
+        torch.testing.assert_close(found, torch.tensor([2 - 0.175, 2 - 0.125, 2 - 0.1]))
+
+
 class TestGroups:
     def test_grpo_worked_by_hand(self) -> None:
         # Group a: 1, 2, 6: mean 3, deviations -2, -1, 3, variance (4 + 1 + 9) / 2 = 7, std 2.6457513.
@@ -155,11 +173,76 @@ class TestGroups:
         # Group a: 1 - (2 + 6) / 2 = -3; 2 - (1 + 6) / 2 = -1.5; 6 - (1 + 2) / 2 = 4.5. Group c: no other answer.
         assert rloo([1.0, 2.0, 5.0, 6.0], ["a", "a", "c", "a"]) == pytest.approx([-3.0, -1.5, 5.0, 4.5])
 
+    def test_opo_worked_by_hand(self) -> None:
+        # Group a: baseline (2 * 1 + 1 * 4 + 5 * 2) / 8 = 2. Group c: one answer. Group d: no loss token at all.
+        scores, groups = [1.0, 4.0, 5.0, 2.0, 1.0, 0.0], ["a", "a", "c", "a", "d", "d"]
+        assert opo(scores, groups, [2, 1, 9, 5, 0, 0]) == [-1.0, 2.0, 5.0, 0.0, 1.0, 0.0]
+
+    def test_gpg_worked_by_hand(self) -> None:
+        # Six answers, three of them (a) in a group that teaches: alpha = 2. Means: a 3, b 4. Group c: a score of 0.
+        assert gpg([1.0, 4.0, 2.0, 0.0, 6.0, 4.0], ["a", "b", "a", "c", "a", "b"]) == [-4.0, 0.0, -2.0, 0.0, 6.0, 0.0]
+        # Group c alone is compared with 0, so it teaches: alpha = 6 / 4.
+        assert gpg([1.0, 4.0, 2.0, 5.0, 6.0, 4.0], ["a", "b", "a", "c", "a", "b"]) == [-3.0, 0.0, -1.5, 7.5, 4.5, 0.0]
+
+    def test_grpo_passk_worked_by_hand(self) -> None:
+        # Group a: 1, 2, 6: 6 - 2 = 4, std sqrt(7) = 2.6457513: 1.5118579. Group b: a tie. Group c: one answer.
+        scores, groups = [1.0, 4.0, 2.0, 5.0, 6.0, 4.0], ["a", "b", "a", "c", "a", "b"]
+        assert grpo_passk(scores, groups) == pytest.approx([0.0, 0.0, 0.0, 5.0, 1.5118579, 0.0], rel=2e-6)
+        assert grpo_passk(scores, groups, normalise_by_std=False) == [0.0, 0.0, 0.0, 5.0, 4.0, 0.0]
+
+    @given(answers=answers)
+    def test_grpo_passk_is_what_the_group_would_lose_without_the_answer(self, answers: list[tuple[float, int]]) -> None:
+        advantages = grpo_passk([s for s, _ in answers], [g for _, g in answers], normalise_by_std=False)
+        for i, (advantage, (own, group)) in enumerate(zip(advantages, answers, strict=True)):
+            others = [s for j, (s, g) in enumerate(answers) if g == group and j != i]
+            assert advantage == pytest.approx(max([own, *others]) - max(others) if others else own, abs=1e-12)
+
+    @given(answers=answers, data=st.data())
+    def test_opo_sums_to_zero_weighted_by_length_and_is_dr_grpo_for_equal_lengths(
+        self, answers: list[tuple[float, int]], data: st.DataObject
+    ) -> None:
+        scores, groups = [s for s, _ in answers], [g for _, g in answers]
+        lengths = data.draw(st.lists(st.integers(1, 50), min_size=len(answers), max_size=len(answers)))
+        advantages = opo(scores, groups, lengths)
+        for group in set(groups):
+            own = [(n, a) for n, a, g in zip(lengths, advantages, groups, strict=True) if g == group]
+            assert len(own) == 1 or math.fsum(n * a for n, a in own) == pytest.approx(0.0, abs=1e-9)
+        assert opo(scores, groups, [7] * len(scores)) == pytest.approx(dr_grpo(scores, groups), abs=1e-12)
+
+    @given(answers=answers)
+    def test_gpg_sums_to_what_dr_grpo_gives_over_the_groups_that_teach(self, answers: list[tuple[float, int]]) -> None:
+        """The mean over all answers is dr_grpo's mean over those in a group whose scores differ."""
+        scores, groups = [float(round(s)) for s, _ in answers], [g for _, g in answers]
+        plain, found = dr_grpo(scores, groups), gpg(scores, groups)
+        teaching = {g for a, g in zip(plain, groups, strict=True) if abs(a) > 1e-9}
+        chosen = [abs(a) for a, g in zip(plain, groups, strict=True) if g in teaching]
+        mean = math.fsum(chosen) / len(chosen) if chosen else 0.0
+        assert math.fsum(abs(a) for a in found) / len(found) == pytest.approx(mean, abs=1e-9)
+
     @pytest.mark.parametrize("name", GROUP_ADVANTAGES)
+    @pytest.mark.parametrize("normalise_by_std", [True, False])
+    def test_equal_scores_teach_nothing_and_one_answer_is_its_score(self, name: str, normalise_by_std: bool) -> None:
+        scores, groups = [0.1, 0.1, 0.1, 2.5, 0.7, 0.7], ["a", "a", "a", "b", "c", "c"]
+        found = GROUP_ADVANTAGES[name](scores, groups, [1, 5, 2, 4, 3, 3], normalise_by_std)
+        alpha = 6.0 if name == "gpg" else 1.0  # of six answers one teaches
+        assert found == pytest.approx([0.0, 0.0, 0.0, 2.5 * alpha, 0.0, 0.0], rel=2e-6, abs=1e-9)
+
+    @pytest.mark.parametrize("name", [name for name in GROUP_ADVANTAGES if name != "gpg"])
+    @given(answers=answers)
+    def test_a_batch_is_its_groups_one_by_one(self, name: str, answers: list[tuple[float, int]]) -> None:
+        """gpg alone looks at the whole batch."""
+        scores, groups, lengths = [s for s, _ in answers], [g for _, g in answers], [i + 1 for i in range(len(answers))]
+        whole = GROUP_ADVANTAGES[name](scores, groups, lengths, True)
+        for group in set(groups):
+            own = [i for i, g in enumerate(groups) if g == group]
+            split = GROUP_ADVANTAGES[name]([scores[i] for i in own], [0] * len(own), [lengths[i] for i in own], True)
+            assert split == [whole[i] for i in own]
+
+    @pytest.mark.parametrize("name", ["grpo", "rloo", "gpg", "reinforce_pp_baseline"])
     @given(answers=answers)
     def test_a_group_sums_to_zero(self, name: str, answers: list[tuple[float, int]]) -> None:
         scores, groups = [s for s, _ in answers], [g for _, g in answers]
-        advantages = GROUP_ADVANTAGES[name](scores, groups)
+        advantages = GROUP_ADVANTAGES[name](scores, groups, [1] * len(scores), True)
         for group in set(groups):
             if groups.count(group) > 1:
                 total = math.fsum(a for a, g in zip(advantages, groups, strict=True) if g == group)
@@ -184,10 +267,12 @@ class TestGroups:
     def test_wrong_arguments_are_refused(self) -> None:
         for function in GROUP_ADVANTAGES.values():
             with pytest.raises(ValueError, match="2 scores but 1 group"):
-                function([1.0, 2.0], ["a"])
+                function([1.0, 2.0], ["a"], [1, 1], True)
             with pytest.raises(ValueError, match="answer 1 in group 'b' is nan"):
-                function([1.0, math.nan], ["a", "b"])
-            assert function([], []) == []
+                function([1.0, math.nan], ["a", "b"], [1, 1], True)
+            assert function([], [], [], True) == []
+        with pytest.raises(ValueError, match="2 scores but 1 lengths"):
+            opo([1.0, 2.0], ["a", "a"], [1])
 
 
 class TestWhitening:

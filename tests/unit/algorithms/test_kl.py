@@ -27,6 +27,8 @@ logprob = st.floats(-30.0, 0.0)
         ("abs", [1.0, 1.0]),
         ("k2", [0.5, 0.5]),
         ("k3", [0.3678794, 0.7182818]),  # exp(-1) - 1 + 1 = 0.3678794; exp(1) - 1 - 1 = 0.7182818
+        ("k1+", [1.0, -1.0]),
+        ("k3+", [0.3678794, 0.7182818]),
     ],
 )
 def test_estimates_worked_by_hand(kind: str, expected: list[float]) -> None:
@@ -55,7 +57,7 @@ def test_k3_keeps_its_digits_near_zero() -> None:
 def test_all_but_k1_are_never_negative_and_zero_at_equality(pairs: list[tuple[float, float]]) -> None:
     policy, reference = (torch.tensor(column) for column in zip(*pairs, strict=True))
     for kind in KL_ESTIMATORS:
-        if kind != "k1":
+        if kind not in ("k1", "k1+"):
             assert (kl_estimate(kind, policy, reference) >= 0).all(), kind
         assert (kl_estimate(kind, policy, policy) == 0).all(), kind
 
@@ -75,11 +77,36 @@ def test_k1_and_k3_are_unbiased_and_k2_has_the_gradient_of_the_kl() -> None:
     torch.testing.assert_close(k1_gradient, torch.zeros(3, dtype=torch.float64), atol=1e-15, rtol=0)
 
 
+@pytest.mark.parametrize("kind", ["k1+", "k3+"])
+def test_the_straight_through_forms_have_the_gradient_of_k2(kind: str) -> None:
+    # d = log p - log q: 1, -1, and -15, where k3 reaches its clamp and has no gradient of its own.
+    logprobs = torch.tensor([-1.0, -2.0, -16.0], requires_grad=True)
+    estimate = kl_estimate(kind, logprobs, torch.tensor([-2.0, -1.0, -1.0]))
+    assert torch.equal(estimate.detach(), kl_estimate(kind[:-1], logprobs.detach(), torch.tensor([-2.0, -1.0, -1.0])))
+    estimate.sum().backward()
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == [1.0, -1.0, -15.0]
+
+
+@pytest.mark.parametrize("kind", ["k1+", "k3+"])
+def test_the_straight_through_forms_are_unbiased_in_value_and_gradient(kind: str) -> None:
+    """Exact expectations over a vocabulary of three; the sampling probabilities are constants, as in a batch."""
+    logits = torch.tensor([0.3, -0.2, 0.1], dtype=torch.float64, requires_grad=True)
+    log_p, log_q = logits.log_softmax(0), torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64).log()
+    kl = (log_p.exp() * (log_p - log_q)).sum()
+    expected = (log_p.exp().detach() * kl_estimate(kind, log_p, log_q)).sum()
+    torch.testing.assert_close(expected, kl)
+    (gradient,) = torch.autograd.grad(expected, logits, retain_graph=True)
+    (kl_gradient,) = torch.autograd.grad(kl, logits)
+    torch.testing.assert_close(gradient, kl_gradient)
+
+
 @pytest.mark.parametrize("kind", KL_ESTIMATORS)
 def test_gradient_flows_through_logprobs_alone(kind: str) -> None:
     logprobs = torch.tensor([-1.0, -2.0, -0.5], dtype=torch.float64, requires_grad=True)
     reference = torch.tensor([-1.3, -1.1, -2.5], dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda x: kl_estimate(kind, x, reference.detach()), (logprobs,))
+    if not kind.endswith("+"):  # whose gradient is not that of its value
+        assert torch.autograd.gradcheck(lambda x: kl_estimate(kind, x, reference.detach()), (logprobs,))
     kl_estimate(kind, logprobs, reference).sum().backward()
     assert reference.grad is None
 

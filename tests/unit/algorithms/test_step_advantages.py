@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.algorithms.advantages import Moments, gae, token_rewards
+from megarl.algorithms.advantages import GROUP_ADVANTAGES, Moments, gae, token_rewards
 from megarl.algorithms.step_advantages import StepAdvantages, step_advantages, whitened
 from megarl.config import AlgorithmConfig
 from megarl.types import FloatArray, Sample
@@ -84,7 +84,18 @@ def test_kl_in_the_reward_by_hand() -> None:
     np.testing.assert_allclose(absolute.advantages[0], [0.85, 0.0, 0.9], rtol=1e-6)
 
 
-@pytest.mark.parametrize("advantage", ["grpo", "rloo"])
+def test_reinforce_pp_by_hand() -> None:
+    """gamma 0.5. Rewards as above, -0.05 and 1.1, the tool's token stepped over: -0.05 + 0.5 x 1.1 = 0.5."""
+    one = [sample([True, False, True], 1.0)]
+    logprobs, reference = [np.array([-1.0, -9.0, -2.0])], [np.array([-1.5, 7.0, -1.0])]
+    found = step_advantages(AlgorithmConfig(advantage="reinforce_pp", gamma=0.5), 0.1, one, logprobs, reference)
+    np.testing.assert_allclose(found.advantages[0], [0.5, 0.0, 1.1], rtol=1e-6)
+    assert found.returns is None
+    assert found.moments == Moments(2, pytest.approx(1.6), pytest.approx(0.25 + 1.21))
+    assert found.kl == Moments(2, -0.5, 1.25)
+
+
+@pytest.mark.parametrize("advantage", list(GROUP_ADVANTAGES))
 def test_group_advantages_lie_on_loss_tokens_only(advantage: str) -> None:
     config = AlgorithmConfig(advantage=advantage)  # type: ignore[arg-type]
     found = step_advantages(config, 0.0, SAMPLES, random_arrays(1), group_advantages=[0.5, -2.0, 9.0, 4.0])
@@ -103,13 +114,20 @@ def test_what_an_estimator_needs_must_be_there() -> None:
         step_advantages(AlgorithmConfig(advantage="rloo"), 0.0, SAMPLES, random_arrays(1))
 
 
-def compute(samples: list[Sample], which: slice) -> StepAdvantages:
-    return step_advantages(GAE, 0.0, samples, random_arrays(1)[which], None, random_arrays(3)[which])
+WHITENED = [GAE, AlgorithmConfig(advantage="reinforce_pp"), AlgorithmConfig(advantage="reinforce_pp_baseline")]
 
 
-def test_ranks_whiten_as_if_their_samples_lay_together() -> None:
+def compute(config: AlgorithmConfig, samples: list[Sample], which: slice) -> StepAdvantages:
+    arrays = [random_arrays(seed)[which] for seed in (1, 2, 3)]
+    given = [0.5, -2.0, 9.0, 4.0][which] if config.compares_answers else None
+    return step_advantages(config, 0.1, samples, arrays[0], arrays[1], arrays[2], given)
+
+
+@pytest.mark.parametrize("config", WHITENED, ids=lambda config: config.advantage)
+def test_ranks_whiten_as_if_their_samples_lay_together(config: AlgorithmConfig) -> None:
     """Mean 0 and (unbiased) variance 1 over the loss tokens of both ranks; 0 elsewhere."""
-    first, second = compute(SAMPLES[:2], slice(0, 2)), compute(SAMPLES[2:], slice(2, 4))
+    assert config.whitens
+    first, second = compute(config, SAMPLES[:2], slice(0, 2)), compute(config, SAMPLES[2:], slice(2, 4))
     moments = first.moments + second.moments
     found = whitened(first.advantages, SAMPLES[:2], moments) + whitened(second.advantages, SAMPLES[2:], moments)
     tokens = np.concatenate([a[s.loss_mask] for s, a in zip(SAMPLES, found, strict=True)])
@@ -117,9 +135,12 @@ def test_ranks_whiten_as_if_their_samples_lay_together() -> None:
     assert tokens.std(ddof=1) == pytest.approx(1.0, rel=1e-5)
     assert all((a[~s.loss_mask] == 0).all() for s, a in zip(SAMPLES, found, strict=True))
     assert [len(a) for a in found] == [3, 5, 2, 1]
+    together = compute(config, SAMPLES, slice(None))
+    for split, whole in zip(found, whitened(together.advantages, SAMPLES, together.moments), strict=True):
+        np.testing.assert_allclose(split, whole, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("config", [GAE, AlgorithmConfig(advantage="rloo")])
+@pytest.mark.parametrize("config", [GAE, AlgorithmConfig(advantage="rloo"), AlgorithmConfig(advantage="reinforce_pp")])
 def test_a_rank_without_samples_has_sums_of_nothing(config: AlgorithmConfig) -> None:
     found = step_advantages(config, 0.1, [], [], [], [], [])
     assert (found.advantages, found.moments, found.kl) == ([], Moments(0, 0.0, 0.0), Moments(0, 0.0, 0.0))

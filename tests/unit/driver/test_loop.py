@@ -13,11 +13,12 @@ from megarl.algorithms.advantages import Moments
 from megarl.driver import loop
 from megarl.driver.checkpoint import CheckpointStore, DriverState, read_state
 from megarl.driver.loop import Session, run
-from megarl.driver.rollout import RolloutBatch
+from megarl.driver.rollout import ReplicaDied, RolloutBatch
 from megarl.driver.step_metrics import Flops
 from megarl.driver.stop import StopRequest
 from megarl.metrics import MetricsWriter, read_metrics
 from megarl.types import SampleInfo
+from megarl.workers.calls import WorkerError
 from megarl.workers.generation import Group
 
 START = DriverState(0, {"row": 0}, {"actor": 0, "critic": 0}, 0.5)
@@ -41,6 +42,9 @@ class World:
         self.texts: list[Any] = []
         self.learned: list[tuple[int, float]] = []
         self.is_behind, self.reward_errors, self.embedded = 0, [None], False
+        self.dead: dict[int, str] = {}
+        self.deaths: dict[str, int] = {}
+        """By what goes on ("submit training", "sync 1"), how many replicas die in it, one after the other."""
 
     def session(self, first_step: int = 0) -> Session:
         self.checkpoints = CheckpointStore(self.config.run.folder, self.config.run.keep_checkpoints)
@@ -52,7 +56,7 @@ class World:
             config=self.config,
             group=SimpleNamespace(memory=dict, call=self.call),  # type: ignore[arg-type]
             rollout=self,  # type: ignore[arg-type]
-            sync=SimpleNamespace(run=self.sync),  # type: ignore[arg-type]
+            sync=SimpleNamespace(run=self.sync, prepare=lambda: self.events.append("plan")),  # type: ignore[arg-type]
             prompts=SimpleNamespace(next=self.next, state_dict=lambda: {"row": self.row}),  # type: ignore[arg-type]
             validation=SimpleNamespace(prompts=["validation"]),  # type: ignore[arg-type]
             stop_token_ids=(2,),
@@ -73,7 +77,23 @@ class World:
     def sync(self, version: int) -> dict[str, float]:
         self.version = version
         self.events.append(f"sync {version}")
+        self.die_in(f"sync {version}", WorkerError("weight sync: a rank went away"))
         return {}
+
+    def die_in(self, what: str, error: WorkerError) -> None:
+        if self.deaths.get(what, 0) > 0:
+            self.deaths[what] -= 1
+            self.dead = {1: "killed"}
+            raise error
+
+    def find_dead(self, patience: float | None = None) -> dict[int, str]:
+        return self.dead
+
+    def replace(self, dead: dict[int, str]) -> list[str]:
+        assert dead == self.dead
+        self.events.append("replace 1")
+        self.dead = {}
+        return [f"replica 1 was replaced: {dead[1]}"]
 
     def next(self) -> list[str]:
         self.row += 1
@@ -86,6 +106,7 @@ class World:
         self.events.append(f"submit {prompts[0]}")
 
     def next_batch(self) -> RolloutBatch:
+        self.die_in(f"submit {self.what}", ReplicaDied("generation: SGLang replica 1 failed"))
         score = next(self.validation_scores) if self.what == "validation" else 1.0
         texts = (("2+2=", "4"),) if self.what == "validation" else ()
         version = self.version - self.is_behind
@@ -209,6 +230,11 @@ def test_a_reward_that_fails_is_said_and_one_that_fails_on_all_stops_the_run(
     run(made.session(), START)
     assert "the reward failed on 1 of 2 answers: KeyError: 'x'" in made.texts
     learn.clear()
+    made = world(learn, tmp_path / "late", 1, [0.25, 0.5])
+    made.reward_errors = [None, "KeyError: 'x'", "reward timed out after 5 s"]
+    run(made.session(), START)
+    assert "the reward failed on 2 of 3 answers (1 timed out): KeyError: 'x'" in made.texts
+    learn.clear()
     made = world(learn, tmp_path / "all", 1, [0.25])
     made.reward_errors = ["KeyError: 'x'"] * 2
     with pytest.raises(ValueError, match="reward.function gsm8k failed on every answer: KeyError: 'x'"):
@@ -235,3 +261,56 @@ def test_the_kl_coefficient_follows_its_target(tmp_path: Path, learn: list[World
     run(made.session(), START)
     assert [coef for _, coef in made.learned] == pytest.approx([0.5, 0.51, 0.5202])
     assert read_state(made.checkpoints.complete()[0]).kl_coef == pytest.approx(0.530604)
+
+
+def test_answers_of_a_benchmark_end_at_nothing_and_those_of_validation_as_ever(
+    tmp_path: Path, learn: list[World]
+) -> None:
+    made = world(learn, tmp_path, 1, [0.5], rollout={"ignore_eos": True})
+    session = made.session()
+    sampling = loop._sampling(session)
+    assert (sampling.stop_token_ids, sampling.ignore_eos) == ((), True)
+    made.version, made.is_behind = 0, 0
+    loop.validate(session, 0)
+    assert (made.sampling.stop_token_ids, made.sampling.ignore_eos) == ((2,), False)
+
+
+ANEW = ["release", "empty_cache", "replace 1", "plan", "sleep"]
+REFRESH = ["empty_cache", "wake weights", "resume", "sync {}", "release", "wake kv_cache"]
+OFFLOADED = {"offload": {"parameters": True, "optimizer": True}}
+
+
+@pytest.mark.parametrize("deaths", [1, 2])
+def test_a_replica_that_dies_while_it_generates_is_replaced_and_takes_the_same_weights(
+    tmp_path: Path, learn: list[World], deaths: int
+) -> None:
+    made = world(learn, tmp_path, 1, [0.5], actor=OFFLOADED, run={"validate_before_training": False})
+    made.deaths = {"submit training": deaths, "submit validation": deaths}
+    run(made.session(), START)
+    training, validation = ([*ANEW, *(event.format(version) for event in REFRESH)] for version in (0, 1))
+    assert made.events == [
+        *(event.format(0) for event in REFRESH),
+        *("submit training", *(training * deaths), "sleep", "learn 1", "save_checkpoint"),
+        *(event.format(1) for event in REFRESH),
+        *("submit validation", *(validation * deaths)),
+    ]
+    assert made.texts.count("replica 1 was replaced: killed") == 2 * deaths
+
+
+def test_a_replica_that_dies_in_a_sync_is_replaced_and_all_are_synced_again(tmp_path: Path, learn: list[World]) -> None:
+    made = world(learn, tmp_path, 1, [0.5], actor=OFFLOADED, run={"validate_before_training": False})
+    made.deaths = {"sync 1": 1}
+    run(made.session(), START)
+    failed = ["empty_cache", "wake weights", "resume", "sync 1"]
+    assert made.events[made.events.index("save_checkpoint") + 1 :] == [
+        *(*failed, *ANEW, *(event.format(1) for event in REFRESH), "submit validation"),
+    ]
+
+
+def test_a_sync_that_fails_with_all_replicas_alive_ends_the_run(tmp_path: Path, learn: list[World]) -> None:
+    made = world(learn, tmp_path, 1, [0.5])
+    made.deaths = {"sync 0": 1}
+    made.find_dead = lambda patience=None: {}  # type: ignore[method-assign]
+    with pytest.raises(WorkerError, match="weight sync: a rank went away"):
+        run(made.session(), START)
+    assert made.events.count("sync 0") == 1

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from ray.exceptions import RayActorError
 
 from megarl import config
 from megarl.driver import rollout
-from megarl.driver.rollout import Rollout
+from megarl.driver.rollout import ReplicaDied, Rollout, RolloutBatch, Starter
+from megarl.engines.sglang import EngineDied
 from megarl.types import Prompt, SampleInfo, SamplingParams
-from megarl.workers.calls import Callee
+from megarl.workers.calls import Callee, WorkerError
 from megarl.workers.generation import Group, Job
 
 CONFIG = config.build(
@@ -150,3 +154,185 @@ def test_memory_comes_and_goes_on_replicas_but_not_on_an_embedded_engine(gathere
         ("shutdown",),
     ]
     assert trainer.called == []
+
+
+# ------------------------------------------------------------------------------------------------ replicas that die
+
+
+class TaskError(Exception):
+    """As Ray's: `cause` is what the worker raised."""
+
+    def __init__(self, cause: Exception) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
+
+
+ENGINE_DIED = TaskError(EngineDied("generate: SGLang has died"))
+PROCESS_DIED = RayActorError()
+REFUSED = TaskError(RuntimeError("SGLang refused request 7"))
+
+
+class Mortal(Worker):
+    """Its answers to the n-th call of a method are taken from `fails`, where there is one."""
+
+    def __init__(self, number: int, why: str | None = None, **fails: list[Exception | None]) -> None:
+        super().__init__(number)
+        self.why, self.fails = why, fails
+
+    def __getattr__(self, name: str) -> Method:
+        known = super().__getattr__(name)
+
+        def call(*arguments: Any) -> Any:
+            result = known.remote(*arguments)
+            failure = (self.fails.get(name) or [None]).pop(0)
+            return failure if failure is not None else self.why if name == "heartbeat" else result
+
+        return Method(call)
+
+    @property
+    def asked(self) -> list[list[str]]:
+        """The uids of the prompts in each call."""
+        return [[job.prompt.uid for job in call[1]] for call in self.called if call[0] == "generate"]
+
+
+class Stage:
+    """Ray without processes: `start` makes workers anew from a list, and `killed` holds those that were ended."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.killed: list[Any] = []
+        self.waits = 0
+        self.anew: list[Mortal] = []
+        monkeypatch.setattr(rollout, "gather", self.gather)
+        monkeypatch.setattr(rollout.ray, "kill", self.killed.append)
+
+    def gather(self, refs: list[Any], callees: list[Callee], stage: str, deadline: float) -> list[Any]:
+        self.waits += 1
+        for ref, callee in zip(refs, callees, strict=True):
+            if isinstance(ref, Exception):
+                raise WorkerError(f"{stage}: {callee.name} failed: {ref}") from ref
+            if ref == "busy":
+                raise WorkerError(f"{stage}: no answer within {deadline} s")
+        return refs
+
+    def rollout(self, workers: list[Mortal], most: int = 3) -> Rollout:
+        starter = Starter(lambda replica: self.anew.pop(0), lambda replica, worker: worker.setup.remote(replica))
+        own = replace(CONFIG, run=replace(CONFIG.run, max_replica_restarts=most))
+        return Rollout(own, workers, [f"h{i}" for i in range(len(workers))], embedded=False, starter=starter)
+
+
+@pytest.fixture
+def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
+    return Stage(monkeypatch)
+
+
+def uids(batch: RolloutBatch) -> list[str]:
+    return [info.uid for info in batch.infos]
+
+
+def everything(count: int) -> list[str]:
+    return [f"0-{i}/{k}" for i in range(count) for k in range(2)]
+
+
+@pytest.mark.parametrize("failure", [ENGINE_DIED, PROCESS_DIED], ids=["engine", "process"])
+def test_what_a_dead_replica_had_not_answered_is_asked_again_of_all_and_the_rest_is_kept(
+    stage: Stage, failure: Exception
+) -> None:
+    workers = [Mortal(0), Mortal(1, "killed by SIGKILL", generate=[failure]), Mortal(2)]
+    made, new = stage.rollout(workers), Mortal(3)
+    dead, stage.anew = workers[1], [new]
+    submit(made, 9)
+    with pytest.raises(ReplicaDied, match="generation: SGLang replica 1 failed"):
+        made.next_batch()
+    assert (found := made.find_dead()) == {1: "killed by SIGKILL"}
+    (message,) = made.replace(found)
+    assert message.startswith("SGLang replica 1 on h1 died and was replaced in 0 s (1 of run.max_replica_restarts = 3)")
+    assert message.endswith("killed by SIGKILL")
+    assert stage.killed == [dead]
+    assert [name for name, *_ in dead.called] == ["generate", "heartbeat", "shutdown"]
+    assert new.called == [("setup", 1)]
+    made.sleep()  # nothing is in flight meanwhile
+    assert uids(made.next_batch()) == everything(9)
+    assert workers[0].asked == [["0-0", "0-1", "0-2"], ["0-3"]]
+    assert new.asked == [["0-4"]]
+    assert workers[2].asked == [["0-6", "0-7", "0-8"], ["0-5"]]
+    assert made.find_dead() == {}
+
+
+def test_samples_that_lay_in_a_process_which_is_replaced_are_drawn_again(stage: Stage) -> None:
+    """The second replica dies first; then the first, which had answered."""
+    workers = [Mortal(0, generate=[None, ENGINE_DIED]), Mortal(1, "killed", generate=[PROCESS_DIED])]
+    made, stage.anew = stage.rollout(workers), [Mortal(2), Mortal(3)]
+    submit(made, 4)
+    with pytest.raises(ReplicaDied):
+        made.next_batch()
+    made.replace(made.find_dead())
+    with pytest.raises(ReplicaDied):
+        made.next_batch()
+    workers[0].why = "killed too"
+    made.replace(made.find_dead())
+    assert uids(made.next_batch()) == everything(4)
+    assert made.workers[0].asked == [["0-0", "0-1"]]
+    assert made.workers[1].asked == [["0-3"], ["0-2"]]
+
+
+def test_batches_behind_the_one_that_failed_are_kept_too(stage: Stage) -> None:
+    workers = [Mortal(0), Mortal(1, "killed", generate=[ENGINE_DIED, ENGINE_DIED])]
+    made, stage.anew = stage.rollout(workers), [Mortal(2)]
+    submit(made, 4)
+    submit(made, 2)
+    with pytest.raises(ReplicaDied):
+        made.next_batch()
+    made.replace(made.find_dead())
+    assert [uids(made.next_batch()), uids(made.next_batch())] == [everything(4), everything(2)]
+    assert workers[0].asked == [["0-0", "0-1"], ["0-0"], ["0-2"], ["0-1"]]
+
+
+def test_a_failure_of_a_living_replica_is_raised_at_once_and_as_it_is(stage: Stage) -> None:
+    made = stage.rollout([Mortal(0, generate=[REFUSED]), Mortal(1)])
+    submit(made, 4)
+    with pytest.raises(WorkerError, match="refused request 7") as raised:
+        made.next_batch()
+    assert not isinstance(raised.value, ReplicaDied)
+    assert stage.waits == 1  # the others may go on for long
+
+
+def test_more_deaths_than_allowed_are_an_error_with_all_reasons(stage: Stage) -> None:
+    workers = [Mortal(0, "out of memory"), Mortal(1)]
+    made, stage.anew = stage.rollout(workers, most=1), [Mortal(2)]
+    made.replace(made.find_dead())
+    workers[1].why = "killed by SIGKILL"
+    with pytest.raises(WorkerError) as raised:
+        made.find_dead()
+    for part in (
+        "2 SGLang replicas have died",
+        "max_replica_restarts = 1",
+        "0 on h0: out of memory",
+        "1 on h1: killed",
+    ):
+        assert part in str(raised.value)
+
+
+def test_a_replica_that_does_not_answer_is_dead_or_busy(stage: Stage) -> None:
+    made = stage.rollout([Mortal(0), Mortal(1, "busy")])
+    assert made.find_dead(patience=3.0) == {}
+    assert list(made.find_dead()) == [1]
+
+
+def test_the_process_of_a_dead_replica_says_where_its_log_ends(stage: Stage, tmp_path: Path) -> None:
+    log = tmp_path / "sglang_0.log"
+    log.write_text("".join(f"line {i}\n" for i in range(20)))
+    made = stage.rollout([Mortal(0, heartbeat=[PROCESS_DIED])])
+    made._starter = replace(made._starter, logs=[str(log)])
+    assert made.find_dead()[0].splitlines() == [
+        "its process died",
+        f"--- the end of {log}:",
+        *(f"line {i}" for i in range(12, 20)),
+    ]
+
+
+def test_sleep_passes_over_a_dead_engine_but_not_over_lost_answers(stage: Stage) -> None:
+    workers = [Mortal(0, sleep=[ENGINE_DIED, ENGINE_DIED]), Mortal(1)]
+    stage.rollout(workers).sleep()
+    assert workers[1].called[-1] == ("sleep",)
+    with pytest.raises(WorkerError, match="engine sleep: SGLang replica 0 failed"):
+        stage.rollout([Mortal(0, sleep=[PROCESS_DIED] * 2), Mortal(1)]).sleep()

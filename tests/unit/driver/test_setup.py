@@ -9,9 +9,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from transformers import Qwen3MoeConfig
 
 from megarl import config
-from megarl.driver.setup import create_inputs, prepare, stop_tokens, total_steps
+from megarl.config import SGLangConfig
+from megarl.driver.setup import check_layouts, create_inputs, prepare, stop_tokens, total_steps
 
 
 def build(**sections: Any) -> config.Config:
@@ -85,6 +87,10 @@ def test_all_that_needs_no_process_is_read_and_checked(tmp_path: Path) -> None:
             {"cluster": {"gpus_per_node": 4}, "actor": {"parallel": {"tensor": 4}}},
             "actor.parallel: .* 2 key/value heads",
         ),
+        (
+            {"rollout": {"tensor": 2, "sglang": {"expert": 2}}},
+            "rollout.sglang.expert: 2 groups of ranks, but the model has no experts; set it to 1",
+        ),
     ],
 )
 def test_what_does_not_fit_the_model_is_said_before_any_process(
@@ -115,3 +121,14 @@ def test_a_critic_that_does_not_know_the_actors_tokens_is_refused(tmp_path: Path
     made = replace(made, critic=replace(made.critic, path=str(small)))
     with pytest.raises(ValueError, match="vocabulary of 3 is smaller than the actor's 16"):
         prepare(made)
+
+
+@pytest.mark.parametrize(("device", "message"), [("cpu", "without a GPU"), ("cuda", "expert size 2 .* 3 experts")])
+def test_experts_that_are_spread_need_a_gpu_and_a_size_that_divides(device: str, message: str, tmp_path: Path) -> None:
+    made = ready(tmp_path)
+    cluster = replace(made.cluster, device=device)
+    made = replace(made, cluster=cluster, rollout=replace(made.rollout, tensor=2, sglang=SGLangConfig(expert=2)))
+    sizes = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    shape = Qwen3MoeConfig(**sizes, vocab_size=64, num_experts=3, moe_intermediate_size=64, num_experts_per_tok=1)
+    with pytest.raises(ValueError, match=f"rollout.sglang.expert: .*{message}"):
+        check_layouts(made, shape, shape)

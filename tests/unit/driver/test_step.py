@@ -205,6 +205,40 @@ def test_group_advantages_follow_their_samples_to_their_ranks() -> None:
     assert "critic/vf_explained_var" not in metrics
 
 
+def test_each_estimator_gets_the_options_it_looks_at() -> None:
+    """Prompt p has samples 2p and 2p + 1 with so many loss tokens, scored 0 and 1. OPO's baseline is the second's share
+    of the tokens; GRPO divides by the standard deviation, sqrt(0.5), unless told not to."""
+    group, _, _, _ = run(made_config(algorithm={"advantage": "opo"}))
+    ((indices, _, given),) = group.of("advantages")
+    shares = [(i | 1) / ((i & ~1) + (i | 1)) for i in range(8)]
+    assert given == [[pytest.approx(i % 2 - shares[i]) for i in part] for part in indices]
+    for normalise_by_std, size in ((True, 0.5**0.5), (False, 0.5)):
+        group, _, _, _ = run(made_config(algorithm={"advantage": "grpo", "normalise_by_std": normalise_by_std}))
+        ((indices, _, given),) = group.of("advantages")
+        assert given == [[pytest.approx(size if i % 2 else -size, rel=1e-5) for i in part] for part in indices]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "whitens", "has_groups"),
+    [
+        ({"advantage": "gae", "whiten_advantages": False}, False, False),
+        ({"advantage": "reinforce_pp", "kl_in_reward_coef": 0.1}, True, False),
+        ({"advantage": "reinforce_pp", "whiten_advantages": False}, False, False),
+        ({"advantage": "reinforce_pp_baseline"}, True, True),
+        ({"advantage": "gpg"}, False, True),
+    ],
+)
+def test_who_whitens_does_so_by_the_sums_of_all_ranks(
+    algorithm: dict[str, Any], whitens: bool, has_groups: bool
+) -> None:
+    group, metrics, _, _ = run(made_config(algorithm=algorithm), kl_coef=algorithm.get("kl_in_reward_coef", 0.0))
+    assert group.of("whiten") == [(Moments(2, 2.0, 2.0) if whitens else None,)]
+    ((_, _, given),) = group.of("advantages")
+    assert (given != [None, None]) == has_groups
+    assert ("critic/vf_explained_var" in metrics) == (algorithm["advantage"] == "gae")
+    assert ("reference" in dict(group.of("forward"))) == ("kl_in_reward_coef" in algorithm)
+
+
 def test_a_sample_over_the_limit_names_the_key() -> None:
     """The configuration does not let it come so far; the error is the last line of defence."""
     made = made_config(actor={"kl_loss_coef": 0.1, "parallel": {"tensor": 2}, "batch": {"mini_batch_prompts": 2}})

@@ -58,10 +58,24 @@ def test_throughput_and_times_by_hand() -> None:
         "prompt_length/max": 4.0,
         "prompt_length/clip_ratio": 0.25,
         "reward/failed": 1.0,
+        "reward/timed_out": 0.0,
+        "timing_s/reward": 0.0,
     }
     assert {name: found[name] for name in expected} == pytest.approx(expected)
     assert "timing_per_token_ms/ref" not in found
     assert not [name for name in found if "mfu" in name]
+
+
+def test_the_wait_for_scores_is_a_stage_of_its_own() -> None:
+    """The second replica was done last, at 1.1 s: it waited 1.1 - 0.8 = 0.3 s for scores, of the 1.2 s that the driver
+    saw. One reward of two failures timed out."""
+    late = [info(3, 5, reward_error="reward timed out after 5 s"), info(3, 2, reward_error="KeyError")]
+    waited = RolloutBatch([Group(tuple(late), None, seconds=(0.2, 1.0)), Group(tuple(late), None, seconds=(0.8, 1.1))])
+    found = step_metrics(MADE, waited, SECONDS, Flops(SHAPE, SHAPE, None), {})
+    assert found["timing_s/reward"] == pytest.approx(0.3)
+    assert found["timing_s/gen"] == pytest.approx(0.9)
+    assert found["timing_s/step"] == 4.0
+    assert (found["reward/failed"], found["reward/timed_out"]) == (4.0, 2.0)
 
 
 def test_mfu_by_hand() -> None:

@@ -63,6 +63,7 @@ class Rollout:
 
     def __init__(self, events: list[Any], dtype: str = "bfloat16", missing: str = "") -> None:
         self.events, self.dtype, self.missing = events, dtype, missing
+        self.dead: dict[int, str] = {}
         self.loaded = [LoadReport(sums(TARGET, r, zeros(TARGET, r)), [], 0, 0.0, 0.0) for r in range(4)]
 
     def parameters(self) -> Any:
@@ -84,6 +85,9 @@ class Rollout:
 
     def set_version(self, version: int) -> None:
         self.events.append(version)
+
+    def find_dead(self, patience: float) -> dict[int, str]:
+        return self.dead
 
 
 class Group:
@@ -231,6 +235,34 @@ def test_a_trainer_that_could_not_send_says_why(split: WeightSync) -> None:
     sent[2] = replace(sent[2], lost={1: "the communicator of rollout replica 1 broke: it fell"})
     with pytest.raises(WorkerError, match="^weight sync: trainer rank 2 on h: the communicator .* 1 broke: it fell$"):
         split.run(1)
+
+
+@pytest.mark.parametrize("dead", [True, False])
+def test_hosts_of_a_dead_replica_are_told_that_nobody_comes(
+    split: WeightSync, events: list[Any], monkeypatch: pytest.MonkeyPatch, dead: bool
+) -> None:
+    """On their nodes; only then are the others' parts in the sync waited for."""
+    told, waited = [], []
+
+    def gather(refs: list[Any], callees: list[Callee], stage: str, deadline: float) -> list[Any]:
+        if len(refs) > 4:
+            raise WorkerError("weight sync: SGLang replica 1 failed")
+        if stage == "weight sync":
+            waited.extend(refs)
+        return refs
+
+    def options(**own: Any) -> Any:
+        node = own["scheduling_strategy"].node_id
+        return SimpleNamespace(remote=lambda *arguments: told.append((node, *arguments)))
+
+    monkeypatch.setattr(driver_sync, "gather", gather)
+    monkeypatch.setattr(driver_sync.ray, "remote", lambda **_: lambda task: SimpleNamespace(options=options))
+    monkeypatch.setattr(driver_sync, "NodeAffinitySchedulingStrategy", lambda node, soft: SimpleNamespace(node_id=node))
+    split.rollout.dead = {1: "killed"} if dead else {}  # type: ignore[attr-defined]
+    with pytest.raises(WorkerError, match="replica 1 failed"):
+        split.run(7)
+    assert told == ([("m1", "r2", 1, "it has died"), ("m1", "r3", 1, "it has died")] if dead else [])
+    assert len(waited) == (10 if dead else 0)
 
 
 def test_the_time_to_verify_is_the_longest_that_anyone_took(sync: WeightSync, monkeypatch: pytest.MonkeyPatch) -> None:

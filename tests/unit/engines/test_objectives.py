@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -41,11 +42,16 @@ def add(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]) -
     return {name: first[name] + second[name] for name in first}
 
 
-@pytest.mark.parametrize("role", ["actor", "critic"])
-def test_two_micro_batches_add_up_to_one(role: str) -> None:
-    """Loss, metrics and gradient."""
+@pytest.mark.parametrize("name", ["ppo", "gspo", "cispo", "sapo", "gpg", "critic"])
+def test_two_micro_batches_add_up_to_one(name: Any) -> None:
+    """Loss, metrics and gradient; three sequences, the cut is between the first and the second."""
+    role = "critic" if name == "critic" else "actor"
     batch = random_batch(40, *(POLICY if role == "actor" else VALUE))
-    objective = policy_objective(ACTOR) if role == "actor" else value_objective(CriticConfig())
+    batch.per_token["sequence"] = torch.tensor([0.0] * 13 + [1.0] * 20 + [2.0] * 7)
+    objective = value_objective(CriticConfig())
+    if role == "actor":
+        batch.per_token["importance_weights"] = torch.rand(40, generator=torch.Generator().manual_seed(6))
+        objective = policy_objective(replace(ACTOR, policy_loss=name))
     own = torch.randn(40, generator=torch.Generator().manual_seed(4)).requires_grad_()
     entropy = torch.rand(40, generator=torch.Generator().manual_seed(5)).requires_grad_()
 
@@ -74,8 +80,10 @@ def test_tokens_that_do_not_count_get_exactly_no_gradient(bad: float) -> None:
     given = token_batch(mask, old_logprobs=bads, reference_logprobs=bads, advantages=[1.0, bad, -1.0, bad], **weights)
     logprobs = torch.tensor([-1.1, bad, -2.1, bad], requires_grad=True)
     entropy = torch.tensor([0.3, bad, 0.3, bad], requires_grad=True)
-    for kind in ("k1", "abs", "k2", "k3"):
-        loss, sums = policy_objective(replace(ACTOR, kl_loss_kind=kind))(TokenOutputs(logprobs, entropy), given)
+    options = [{"kl_loss_kind": kind} for kind in ("k1", "abs", "k2", "k3")]
+    for option in (*options, *({"policy_loss": name} for name in ("cispo", "sapo", "gpg", "gspo"))):
+        given.per_token["sequence"] = torch.tensor([0.0, bad, 1.0, bad])
+        loss, sums = policy_objective(replace(ACTOR, **option))(TokenOutputs(logprobs, entropy), given)
         assert loss.isfinite()
         assert all(value.isfinite() for value in sums.values()), sums
         logprob_grad, entropy_grad = torch.autograd.grad(loss, (logprobs, entropy))
@@ -126,6 +134,74 @@ def test_terms_that_the_config_does_not_ask_for_are_absent() -> None:
     loss, sums = policy_objective(ActorConfig())(TokenOutputs(torch.tensor([-1.0])), given)
     assert float(loss) == -1.0
     assert sums.keys() == {"actor/pg_loss", "actor/pg_clipfrac", "actor/pg_clipfrac_lower", "actor/ppo_kl"}
+
+
+def test_importance_weights_scale_the_policy_loss_alone() -> None:
+    """At weight 1/2 each: the policy's -1 and -2 by 0.5 and 0 (rejected), entropy 1 and 3, k1 0.5 and 2 as they are."""
+    given = token_batch(
+        [True, True],
+        old_logprobs=[-1.0, -1.0],
+        advantages=[1.0, 2.0],
+        reference_logprobs=[-1.5, -3.0],
+        importance_weights=[0.5, 0.0],
+        loss_weight=[0.5, 0.5],
+        token_weight=[0.5, 0.5],
+    )
+    outputs = TokenOutputs(torch.tensor([-1.0, -1.0]), torch.tensor([1.0, 3.0]))
+    loss, sums = policy_objective(ACTOR)(outputs, given)
+    assert float(sums["actor/pg_loss"]) == -0.25
+    assert float(loss) == pytest.approx(-0.25 - 0.1 * 2.0 + 0.2 * 1.25)
+
+
+WEIGHTS = {"loss_weight": [0.25] * 4, "token_weight": [0.25] * 4}
+
+
+@pytest.mark.parametrize(
+    ("options", "expected", "clipfrac"),
+    [
+        # Ratios 2, 1 / 2, 1 (no loss), 2 against A = 1, 1, -, -1, all log-probs -1: sums of the four over 4.
+        ({"policy_loss": "ppo"}, -1.2 - 0.5 + 2.0, 0.25),  # the first is clipped at 1.2
+        ({"policy_loss": "ppo", "clip_high": 2.0, "dual_clip": 1.5}, -2.0 - 0.5 + 1.5, 0.0),
+        # Sequences of tokens 0 and 1 (mean log ratio 0) and of token 3 (ratio 2, A < 0: not clipped)
+        ({"policy_loss": "gspo"}, -1.0 - 1.0 + 2.0, 0.0),
+        ({"policy_loss": "cispo"}, 1.2 + 0.5 - 1.2, 0.5),  # its own clips: none below, 0.2 above
+        ({"policy_loss": "cispo", "clip_low": 0.25, "clip_high": 0.5}, 1.5 + 0.75 - 1.5, 0.75),
+        ({"policy_loss": "gpg"}, 1.0 + 1.0 - 1.0, 0.0),
+        # 4 / tau * sigmoid(tau * (ratio - 1)), tau 1 and 2: 4 * 0.7310586, 4 * 0.3775407, 2 * 0.8807971
+        ({"policy_loss": "sapo", "sapo_tau_negative": 2.0}, -2.9242343 - 1.5101627 + 1.7615942, 0.0),
+    ],
+)
+def test_each_policy_loss_reads_its_own_keys(options: dict[str, Any], expected: float, clipfrac: float) -> None:
+    log = math.log(2.0)
+    given = token_batch(
+        [True, True, False, True],
+        old_logprobs=[-1.0 - log, -1.0 + log, 5.0, -1.0 - log],
+        advantages=[1.0, 1.0, 9.0, -1.0],
+        sequence=[0.0, 0.0, 0.0, 1.0],
+        **WEIGHTS,
+    )
+    outputs = TokenOutputs(torch.tensor([-1.0, -1.0, 7.0, -1.0]))
+    loss, sums = policy_objective(ActorConfig(**options))(outputs, given)
+    assert float(loss) == pytest.approx(expected / 4)
+    assert float(sums["actor/pg_clipfrac"]) == clipfrac
+    assert sums.keys() == {"actor/pg_loss", "actor/pg_clipfrac", "actor/pg_clipfrac_lower", "actor/ppo_kl"}
+
+
+def test_gspo_clips_at_the_papers_range() -> None:
+    """Mean log ratios 0.001 and -0.001: outside 1 - 3e-4 .. 1 + 4e-4 for A > 0 above and A < 0 below."""
+    given = token_batch(
+        [True] * 4,
+        old_logprobs=[-1.0] * 4,
+        advantages=[1.0, 1.0, -1.0, -1.0],
+        sequence=[0.0, 0.0, 1.0, 1.0],
+        **WEIGHTS,
+    )
+    logprobs = torch.tensor([-0.5, -1.498, -1.502, -0.5], requires_grad=True)
+    loss, sums = policy_objective(ActorConfig(policy_loss="gspo"))(TokenOutputs(logprobs), given)
+    assert float(sums["actor/pg_clipfrac"]) == 1.0
+    assert loss.item() == pytest.approx((-1.0004 + 0.9997) / 2, abs=1e-7)
+    (grad,) = torch.autograd.grad(loss, logprobs)
+    assert grad.tolist() == [0.0] * 4
 
 
 def test_losses_and_metrics_have_weights_of_their_own() -> None:

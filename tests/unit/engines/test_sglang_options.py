@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
+import sys
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Annotated
+
 import numpy as np
 import pytest
 
 from megarl.config import RolloutConfig, SGLangConfig
-from megarl.engines.sglang import CONTEXT_SLACK, check_requests, parse_output, sampling_options, server_options
+from megarl.engines import sglang as engine
+from megarl.engines.sglang import (
+    CONTEXT_SLACK,
+    check_choices,
+    check_requests,
+    option_choices,
+    parse_output,
+    repacking,
+    sampling_options,
+    server_options,
+    stats_line,
+)
 from megarl.types import GenerationRequest, SamplingParams
 
 KNOWN = [
@@ -14,7 +30,8 @@ KNOWN = [
     *("skip_server_warmup", "load_format", "custom_weight_loader", "weight_version", "log_level", "device"),
     *("base_gpu_id", "mem_fraction_static", "max_running_requests", "enable_memory_saver", "attention_backend"),
     *("disable_prefill_cuda_graph", "cuda_graph_max_bs_decode", "sampling_backend", "grammar_backend"),
-    *("disable_cuda_graph", "max_total_tokens", "enable_deterministic_inference"),
+    *("disable_cuda_graph", "max_total_tokens", "enable_deterministic_inference", "ep_size", "disable_radix_cache"),
+    *("kv_cache_dtype", "chunked_prefill_size", "max_prefill_tokens"),
 ]
 
 
@@ -43,6 +60,74 @@ def test_cuda_sleeps_and_captures_decode_graphs_only():
     assert chosen["base_gpu_id"] == 3
     assert options(sglang=SGLangConfig(sleep=False))["enable_memory_saver"] is False
     assert options(num_gpus=2)["enable_memory_saver"] is False  # of its own
+
+
+def test_our_names_for_the_usual_options_reach_sglang_under_its_own():
+    plain = options()
+    assert (plain["disable_cuda_graph"], plain["disable_radix_cache"], plain["ep_size"]) == (False, False, 1)
+    assert plain["kv_cache_dtype"] == "auto"
+    assert not {"chunked_prefill_size", "max_prefill_tokens", "attention_backend"} & set(plain)  # SGLang chooses
+    own = SGLangConfig(
+        chunked_prefill_size=-1,
+        max_prefill_tokens=4096,
+        eager=True,
+        radix_cache=False,
+        kv_cache_dtype="fp8_e4m3",
+        expert=2,
+    )
+    chosen = options(sglang=own)
+    assert (chosen["chunked_prefill_size"], chosen["max_prefill_tokens"]) == (-1, 4096)
+    assert (chosen["disable_cuda_graph"], chosen["disable_radix_cache"], chosen["ep_size"]) == (True, True, 2)
+    assert chosen["kv_cache_dtype"] == "fp8_e4m3"
+
+
+def test_a_value_that_the_installed_sglang_does_not_know_is_refused_with_those_it_does():
+    @dataclass
+    class ServerArgs:
+        attention_backend: Annotated[str | None, SimpleNamespace(choices=["triton", "fa3"])] = None
+        kv_cache_dtype: Annotated[str, "help"] = "auto"
+
+    choices = option_choices(ServerArgs)
+    assert choices == {"attention_backend": ["triton", "fa3"]}
+    for known in (None, "fa3"):
+        check_choices(RolloutConfig(sglang=SGLangConfig(attention_backend=known, kv_cache_dtype="bf16")), choices)
+    with pytest.raises(ValueError, match="rollout.sglang.attention_backend: is 'fa9', but .* only triton, fa3"):
+        check_choices(RolloutConfig(sglang=SGLangConfig(attention_backend="fa9")), choices)
+
+
+@pytest.mark.parametrize("packs", [True, False])
+def test_a_backend_that_packs_or_reorders_weights_is_refused(packs, monkeypatch):
+    utils = SimpleNamespace(cpu_has_amx_support=lambda: packs)
+    for name, module in (("sglang", SimpleNamespace()), ("sglang.srt", SimpleNamespace()), ("sglang.srt.utils", utils)):
+        monkeypatch.setitem(sys.modules, name, module)
+    assert ("AMX" in (repacking("cpu", "bf16") or "")) == packs
+    assert repacking("cpu", "fp32") is None  # which SGLang does not pack
+    assert repacking("cuda", "bf16") is None
+    assert repacking("cuda", "bf16", "triton") is None
+    assert "flashinfer_trtllm_routed reorders" in (repacking("cuda", "bf16", "flashinfer_trtllm_routed") or "")
+
+
+def test_an_engine_that_would_pack_its_weights_does_not_start(monkeypatch):
+    module = SimpleNamespace(ServerArgs=object)
+    monkeypatch.setitem(sys.modules, "sglang", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "sglang.srt", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "sglang.srt.server_args", module)
+    monkeypatch.setattr(engine.sglang_cpu, "engine_class", lambda: None)
+    monkeypatch.setattr(engine, "repacking", lambda *arguments: "it packs them")
+    with pytest.raises(RuntimeError, match="SGLang cannot take weights here: it packs them"):
+        engine.SGLangEngine("m", 1, RolloutConfig(), "bf16", 8, seed=1, device="cpu")
+
+
+def test_what_a_replica_does_as_a_line_of_its_log():
+    loads = [
+        SimpleNamespace(num_running_reqs=8, num_waiting_reqs=1, token_usage=0.25, gen_throughput=1500.4),
+        SimpleNamespace(
+            num_running_reqs=4, num_waiting_reqs=2, token_usage=0.41, gen_throughput=810, cache_hit_rate=0.5
+        ),
+    ]
+    assert stats_line(loads) == (
+        "megarl: 12 running, 3 waiting, KV cache 41%, 2,310 tokens/s, 50% of prompt tokens from the radix cache"
+    )
 
 
 def test_names_that_this_sglang_lacks_are_left_out():
@@ -94,6 +179,7 @@ def test_sampling_options():
         "top_p": 0.9,
         "top_k": 3,
         "stop_token_ids": [2, 1],
+        "ignore_eos": False,
         "sampling_seed": (2**40 + 7) % 2**31,
     }
 

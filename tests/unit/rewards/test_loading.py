@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from megarl.rewards import load_reward, score_safely
+from megarl.rewards.loading import score_many
 
 MODULE = """
 import math
@@ -107,10 +109,6 @@ def test_numbers_of_every_kind_are_scores(result, score):
     assert type(got) is float
 
 
-async def an_answer():
-    return 1.0
-
-
 @pytest.mark.parametrize(
     ("result", "reason"),
     [
@@ -130,10 +128,75 @@ def test_what_is_no_number_scores_zero_with_the_reason(result, reason):
     assert reason in error
 
 
-def test_an_asynchronous_function_scores_zero_with_the_reason():
-    score, error = score_safely(lambda *_: an_answer(), "s", "8", "8", {})
-    assert score == 0.0
-    assert "asynchronous" in error
+def test_an_asynchronous_function_is_awaited_in_one_loop():
+    loops = []
+
+    async def judge(data_source, response, ground_truth, extra_info):
+        await asyncio.sleep(0)
+        loops.append(asyncio.get_running_loop())
+        return float(response)
+
+    async def fails(*_):
+        raise KeyError("missing")
+
+    assert score_safely(judge, "s", "8", "8", {}) == (8.0, None)
+    assert score_safely(judge, "s", "9", "8", {}) == (9.0, None)
+    assert loops[0] is loops[1]
+    assert score_safely(fails, "s", "8", "8", {})[1].startswith("KeyError: 'missing'")
+
+
+CALLS = [("s", "8", "8", {"index": 0}), ("t", "9", "8", {"index": 1})]
+
+
+def batched(result):
+    """A function that takes lists and gives `result`, or what it makes of its arguments."""
+
+    def score(sources, responses, truths, infos):
+        return result(sources, responses, truths, infos) if callable(result) else result
+
+    score.batch_size = 4
+    return score
+
+
+def test_a_function_with_a_batch_size_gets_lists():
+    seen = []
+    function = batched(lambda *lists: seen.append(lists) or np.array([0.5, math.nan]))
+    assert score_many(function, CALLS) == [
+        (0.5, None),
+        (0.0, "the reward function gave nan, which is not finite"),
+    ]
+    assert seen == [(["s", "t"], ["8", "9"], ["8", "8"], [{"index": 0}, {"index": 1}])]
+
+
+async def _halves():
+    return [0.5, {"score": 1}]
+
+
+def test_a_batched_function_may_be_asynchronous():
+    assert score_many(batched(lambda *_: _halves()), CALLS) == [(0.5, None), (1.0, None)]
+
+
+@pytest.mark.parametrize(
+    ("result", "reason"),
+    [([1.0], "gave 1 scores for 2 answers"), (1.0, "TypeError"), (lambda *_: 1 / 0, "ZeroDivisionError")],
+)
+def test_a_batch_fails_as_one(result, reason):
+    found = score_many(batched(result), CALLS)
+    assert [score for score, _ in found] == [0.0, 0.0]
+    assert all(reason in error for _, error in found)
+
+
+def test_a_function_without_a_batch_size_is_called_for_each():
+    assert score_many(lambda s, r, t, i: r == t, CALLS) == [(1.0, None), (0.0, None)]
+
+
+def test_a_reason_is_one_line_of_bounded_length():
+    def fails(*_):
+        raise ValueError("x" * 10_000 + "\nsecond line")
+
+    _, error = score_safely(fails, "s", "8", "8", {})
+    assert len(error) < 400
+    assert "second" not in error
 
 
 def test_an_exception_scores_zero_with_the_line_it_came_from():

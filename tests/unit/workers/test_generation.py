@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from megarl.config import RewardConfig
 from megarl.types import GenerationRequest, GenerationResult, Prompt, SamplingParams
 from megarl.workers import generation
-from megarl.workers.generation import Job, Scorer, generate_jobs, request_seed
+from megarl.workers.generation import Job, Scorer, generate_jobs, request_seed, stream_jobs
 
 SAMPLING = SamplingParams(8, 1.0)
 
@@ -60,7 +64,8 @@ def test_a_job_asks_for_each_answer_by_name() -> None:
 @pytest.mark.usefixtures("put")
 def test_answers_go_to_their_prompts_and_are_scored() -> None:
     engine = Engine()
-    groups = generate_jobs(engine, Scorer(Tokenizer()), [job("0-1", 3), job("0-2", 1, truth="1")], with_texts=True)
+    scorer = Scorer(Tokenizer(), RewardConfig("exact"))
+    groups = generate_jobs(engine, scorer, [job("0-1", 3), job("0-2", 1, truth="1")], with_texts=True)
     assert [r.uid for r in engine.requests] == ["0-1/0", "0-1/1", "0-1/2", "0-2/0"]
     assert [[(i.uid, i.group, i.score) for i in g.infos] for g in groups] == [
         [("0-1/0", "0-1", 0.0), ("0-1/1", "0-1", 0.0), ("0-1/2", "0-1", 1.0)],
@@ -74,18 +79,71 @@ def test_answers_go_to_their_prompts_and_are_scored() -> None:
     assert groups[1].infos[0].min_weight_version == 4
 
 
-@pytest.mark.usefixtures("put")
-def test_a_reward_that_fails_is_a_score_of_0_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*arguments: Any) -> float:
+USERS = """
+import time
+def score(data_source, response, ground_truth, extra_info):
+    if response == "12":
         raise KeyError("answer")
+    if response == "11":
+        time.sleep(60)
+    return float(response)
+"""
 
-    loaded: list[str] = []
-    monkeypatch.setattr(generation, "load_reward", lambda name: loaded.append(name) or broken)
-    scorer = Scorer(Tokenizer())
-    (group,) = generate_jobs(Engine(), scorer, [job("0-1", 2, reward="mine:broken")])
-    assert group.texts == ()
-    for info in group.infos:
-        assert info.score == 0.0
-        assert info.reward_error is not None
-        assert "KeyError: 'answer'" in info.reward_error
-    assert loaded == ["mine:broken"]
+
+@pytest.mark.usefixtures("put")
+def test_a_users_reward_that_fails_is_a_score_of_0_with_a_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "users_reward.py").write_text(USERS)
+    monkeypatch.syspath_prepend(tmp_path)
+    name = "users_reward:score"
+    scorer = Scorer(Tokenizer(), RewardConfig(name, num_workers=2, time_limit=0.5))
+    try:
+        groups = generate_jobs(Engine(), scorer, [job("0-1", 3, reward=name), job("0-2", 1, reward=name)])
+    finally:
+        scorer.close()
+    assert "users_reward" not in sys.modules
+    assert [[i.score for i in group.infos] for group in groups] == [[1.0, 0.0, 0.0], [1.0]]
+    first, second, third = groups[0].infos
+    assert first.reward_error is None
+    assert second.reward_error == "reward timed out after 0.5 s"
+    assert third.reward_error == "KeyError: 'answer' (users_reward.py:5)"
+    for group in groups:
+        generated, scored = group.seconds
+        assert generated < 0.4
+        assert scored >= 0.5
+    assert (groups[0].texts, groups[0].samples[1].reward_error) == ((), second.reward_error)
+
+
+class Streaming:
+    """Gives the answers one by one; before the second it waits until the first is scored."""
+
+    def __init__(self, scorer: Recording) -> None:
+        self.scorer = scorer
+
+    def stream(self, requests: list[GenerationRequest]) -> Iterator[GenerationResult]:
+        for index, result in enumerate(Engine().generate(requests)):
+            if index:
+                assert self.scorer.futures[index - 1].result(timeout=30) == (1.0, None)
+            yield result
+
+
+class Recording(Scorer):
+    def score(self, job: Job, result: GenerationResult) -> Any:
+        self.futures = [*getattr(self, "futures", []), super().score(job, result)]
+        return self.futures[-1]
+
+
+@pytest.mark.usefixtures("put")
+def test_an_answer_is_scored_before_the_next_one_of_its_prompt_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "users_reward.py").write_text("def score(*_): return 1.0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    name = "users_reward:score"
+    scorer = Recording(Tokenizer(), RewardConfig(name, num_workers=1))
+    try:
+        (group,) = stream_jobs(Streaming(scorer), scorer, [job("0-1", 3, reward=name)])
+    finally:
+        scorer.close()
+    assert [i.score for i in group.infos] == [1.0] * 3

@@ -9,6 +9,7 @@ import pytest
 
 from megarl import config
 from megarl.algorithms.advantages import Moments
+from megarl.algorithms.correction import CorrectionFigures
 from megarl.config import OptimizerConfig
 from megarl.data.packing import PackedBatch
 from megarl.engines.megatron import StepResult
@@ -205,3 +206,65 @@ def test_updates_skipped_in_a_row_stop_the_run_and_one_applied_between_starts_th
         FloatingPointError, match=r"actor's gradient norm was not finite .* 2 updates in a row, .* step 14"
     ):
         made.update("actor", UpdatePlan([[[i]] for i in range(4)], [(4, 1)] * 4, first_step=10, total_steps=100))
+
+
+class Groups:
+    """Of rank 0 of two data-parallel ranks."""
+
+    context = "the context group"
+
+    class data:
+        @staticmethod
+        def size() -> int:
+            return 2
+
+
+def an_update(made: TrainerWorker, monkeypatch: pytest.MonkeyPatch) -> tuple[list[PackedBatch], dict[str, float]]:
+    """The batches and metrics of one optimizer step of the actor, after forward and advantages. The other data-parallel
+    rank has as many tokens, of which every figure is 0."""
+    engine: Any = made.engines["actor"]
+    engine.groups, engine.results = Groups(), [StepResult({}, 1.0, True)]
+
+    def gather(found: list[Any], own: Any, group: Any) -> None:
+        assert group is Groups.data
+        zeros = {name: Moments(moments.count, 0.0, 0.0) for name, moments in own.means.items()}
+        found[:] = [own, CorrectionFigures(zeros, own.largest, own.smallest)]
+
+    monkeypatch.setattr(trainer.dist, "all_gather_object", gather)
+    made.forward("actor", [[0, 1]])
+    made.advantages([0, 1], 0.0, [0.5, -0.5])
+    metrics = made.update("actor", UpdatePlan([[[1, 0], []]], [(4, 2)], 0, 10))
+    return engine.steps[0][0], metrics
+
+
+GROUPED: dict[str, Any] = {"rollout": {"n": 2}, "data": {"create": {}}}
+
+
+def test_gspo_is_told_which_tokens_are_one_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr("megarl.engines.objectives.policy_objective", lambda *given: seen.append(given))
+    made = worker(algorithm={"advantage": "grpo"}, actor={"policy_loss": "gspo"}, **GROUPED)
+    (first, dummy), _ = an_update(made, monkeypatch)
+    assert first.per_token["sequence"].tolist() == [0, 0, 0, 0, 1, 1, 0]  # samples 1 and 0: P = 1, R = 3 and 2
+    assert dummy.per_token["sequence"].tolist() == [0]
+    assert seen == [(made.config.actor, "the context group")]
+
+
+def test_without_gspo_or_correction_nothing_is_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = worker(algorithm={"advantage": "grpo"}, **GROUPED)
+    (first, _), metrics = an_update(made, monkeypatch)
+    assert first.per_token.keys() == {"old_logprobs", "advantages", "loss_weight", "token_weight"}
+    assert not any(name.startswith("rollout_corr/") for name in metrics)
+
+
+def test_correction_weighs_tokens_and_is_watched_over_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainer's log-probs are the rollout's, but for one token that is a third less likely."""
+    correction = {"weights": "token", "reject": "token", "reject_above": 10.0}
+    made = worker(algorithm={"advantage": "grpo", "correction": correction}, **GROUPED)
+    made.store.samples[0].rollout_logprobs[1] += np.log(1.5)
+    (first, _), metrics = an_update(made, monkeypatch)
+    found = first.per_token["importance_weights"]
+    np.testing.assert_allclose(found, [1, 0, 1, 0, 1, 2 / 3, 0], atol=1e-5)  # sample 1 first; its second has no loss
+    assert metrics["rollout_corr/rollout_is_mean"] == pytest.approx((3 + 2 / 3) / 8)
+    assert metrics["rollout_corr/rollout_rs_masked_fraction"] == 0.0
+    assert metrics["rollout_corr/kl"] == pytest.approx(np.log(1.5) / 8, abs=1e-5)
