@@ -29,23 +29,16 @@ from typing import Any
 
 import ray
 import torch
-from safetensors.torch import save_file
-from shapes import SHAPES, make_config
+from shapes import SHAPES, write_model
 
 from megarl import config as configuration
-from megarl.data.tiny import write_tiny_tokenizer
 from megarl.driver import setup
 from megarl.driver.loop import Session
 from megarl.driver.step import Timer, learn, resident
 from megarl.driver.stop import StopRequest
-from megarl.model.families import declare
-from megarl.reshard import hf_files
-from megarl.reshard.layouts import hf_files_layout
 from megarl.train import start_ray
 from megarl.types import SamplingParams
 
-ALPHABET = "0123456789+="
-MAX_FILE_BYTES = 4 * 2**30
 COPY = """
 import time, torch
 a, b = (torch.empty(2**30, dtype=torch.uint8, device="cuda") for _ in range(2))
@@ -82,26 +75,6 @@ def measured_copy_rate() -> float:
     """GB/s at which a GPU copies its own memory, bytes counted once; in a process of its own, for it keeps memory."""
     done = subprocess.run([sys.executable, "-c", COPY], capture_output=True, text=True, timeout=120, check=True)
     return float(done.stdout)
-
-
-def write_model(shape: str, folder: str, dtype: torch.dtype) -> None:
-    """A Hugging Face folder of random weights, with a tokenizer of a few characters."""
-    hf_config = make_config(shape)
-    hf_config.architectures = [{"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}[hf_config.model_type]]
-    hf_config.dtype = dtype
-    write_tiny_tokenizer(folder, ALPHABET)
-    hf_config.save_pretrained(folder)
-    declaration = declare(hf_config)
-    count = hf_files.num_files(declaration.tensors(), dtype.itemsize, MAX_FILE_BYTES)
-    layout = hf_files_layout(declaration, count)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    for number in range(count):
-        tensors = {}
-        for name, size in layout.shard(number).parameters.items():
-            values = torch.randn(size, device=device, dtype=torch.float32) * 0.02 + ("norm" in name)
-            tensors[name] = values.to(dtype).cpu()
-        save_file(tensors, os.path.join(folder, hf_files.file_name(number, count)), metadata={"format": "pt"})
-    hf_files.write_index(folder, layout, dtype.itemsize)
 
 
 def make_run(args: argparse.Namespace, folder: str, model: str, precision: str) -> configuration.Config:

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
+import torch
+from safetensors.torch import save_file
 from transformers import LlamaConfig, Qwen2Config
+
+from megarl.data.tiny import write_tiny_tokenizer
+from megarl.model.families import declare
+from megarl.reshard import hf_files
+from megarl.reshard.layouts import hf_files_layout
+
+ALPHABET = "0123456789+="
+MAX_FILE_BYTES = 4 * 2**30
 
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {
@@ -74,3 +85,23 @@ def make_config(name: str) -> Any:
         tie_word_embeddings=shape["tied"],
         max_position_embeddings=32768,
     )
+
+
+def write_model(shape: str, folder: str, dtype: torch.dtype) -> None:
+    """A Hugging Face folder of random weights, with a tokenizer of a few characters."""
+    hf_config = make_config(shape)
+    hf_config.architectures = [{"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}[hf_config.model_type]]
+    hf_config.dtype = dtype
+    write_tiny_tokenizer(folder, ALPHABET)
+    hf_config.save_pretrained(folder)
+    declaration = declare(hf_config)
+    count = hf_files.num_files(declaration.tensors(), dtype.itemsize, MAX_FILE_BYTES)
+    layout = hf_files_layout(declaration, count)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    for number in range(count):
+        tensors = {}
+        for name, size in layout.shard(number).parameters.items():
+            values = torch.randn(size, device=device, dtype=torch.float32) * 0.02 + ("norm" in name)
+            tensors[name] = values.to(dtype).cpu()
+        save_file(tensors, os.path.join(folder, hf_files.file_name(number, count)), metadata={"format": "pt"})
+    hf_files.write_index(folder, layout, dtype.itemsize)
