@@ -6,10 +6,8 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -25,12 +23,14 @@ from megarl.engines.hf import views_on_disk
 from megarl.engines.megatron import MegatronEngine, TokenBatch, TokenOutputs
 from megarl.model.families import declare
 from megarl.model.gpt import local_parameters
-from megarl.model.hf_config import DTYPES, check_supported, padded_vocab_size
+from megarl.model.hf_config import DTYPES, check_supported
+from megarl.model.role_layout import role_layout
+from megarl.ops.commands import at_least, join, leave, torchrun_rank
 from megarl.parallel import device
 from megarl.reshard import hf_files
 from megarl.reshard.checksum import matrix
 from megarl.reshard.layout import Layout
-from megarl.reshard.layouts import hf_layout, megatron_layout
+from megarl.reshard.layouts import hf_layout
 
 DESCRIPTION = """\
 Admit a model: build it under megarl from a Hugging Face folder and compare log-probs and gradients with transformers'.
@@ -90,14 +90,10 @@ class Reference:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
-    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    rank = torchrun_rank()
     console = Console(stderr=rank > 0)
     try:
-        device.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-        if not dist.is_initialized():
-            store = dist.HashStore() if world == 1 else None  # alone: no port is needed
-            limit = timedelta(seconds=options.deadline)
-            dist.init_process_group(device.backend(), store=store, rank=rank, world_size=world, timeout=limit)
+        join(options.deadline)
         rows = check(options)
     except (ValueError, OSError, RuntimeError) as error:
         console.print(f"rank {rank}: " if rank else "", f"[red]not admitted[/red]: {error}", sep="", highlight=False)
@@ -158,16 +154,14 @@ def _engine(folder: str, hf_config: Any, parallel: ParallelConfig, precision: An
     """An actor with the folder's weights whose optimizer step changes nothing, and the layout of its weights."""
     still = OptimizerConfig(kind="sgd", lr=0.0, weight_decay=0.0, clip_grad=0.0)
     engine = MegatronEngine("actor", hf_config, parallel, precision, optimizer=still)
-    declaration = declare(hf_config)
-    vocab = padded_vocab_size(hf_config.vocab_size, parallel.tensor)
-    layout = megatron_layout(declaration, engine.groups.grid, vocab, engine.uses_fused_norms)
+    layout = role_layout("actor", hf_config, parallel, dist.get_world_size(), engine.uses_fused_norms)
     planned = {name: tuple(shape) for name, shape in layout.shard(engine.groups.rank).parameters.items()}
     parameters = engine.parameters()
     built = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
     for name in sorted(planned.keys() | built.keys()):
         if planned.get(name) != built.get(name):
             raise ValueError(f"{name} is {planned.get(name)} in the family's layout, {built.get(name)} in Megatron")
-    hf_files.load(folder, layout, engine.groups.rank, parameters, hf_layout(declaration))
+    hf_files.load(folder, layout, engine.groups.rank, parameters, hf_layout(declare(hf_config)))
     engine.mark_weights_loaded()
     return engine, layout
 
@@ -296,27 +290,14 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", help="a Hugging Face folder: config.json and safetensors")
     parser.add_argument("--precision", choices=list(DTYPES), default="fp32", help="of megarl's model; default fp32")
-    parser.add_argument("--sequences", type=_at_least(1), default=4, help="how many; default 4")
-    parser.add_argument("--length", type=_at_least(2), default=96, help="tokens of the longest; default 96")
+    parser.add_argument("--sequences", type=at_least(1), default=4, help="how many; default 4")
+    parser.add_argument("--length", type=at_least(2), default=96, help="tokens of the longest; default 96")
     for axis in ("tensor", "pipeline", "context", "expert", "expert-tensor"):
-        parser.add_argument(f"--{axis}", type=_at_least(1), default=1, help="under torchrun; default 1")
+        parser.add_argument(f"--{axis}", type=at_least(1), default=1, help="under torchrun; default 1")
     parser.add_argument("--sequence", action="store_true", help="sequence parallel, beside --tensor")
     parser.add_argument("--deadline", type=float, default=600.0, help="seconds for an exchange; default 600")
     return parser
 
 
-def _at_least(least: int) -> Any:
-    def number(text: str) -> int:
-        value = int(text)
-        if value < least:
-            raise argparse.ArgumentTypeError(f"{value} is less than {least}")
-        return value
-
-    return number
-
-
 if __name__ == "__main__":
-    status = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)  # gloo's own teardown waits for ranks that may be gone
+    leave(main())

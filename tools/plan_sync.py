@@ -20,8 +20,8 @@ from transformers import AutoConfig
 from megarl.config import ParallelConfig
 from megarl.driver.sync import SGLANG_VOCAB_MULTIPLE
 from megarl.model.families import declare
-from megarl.parallel.topology import RankGrid, padded_vocab_size
-from megarl.reshard.layouts import megatron_layout, sglang_layout
+from megarl.model.role_layout import role_layout
+from megarl.reshard.layouts import sglang_layout
 from megarl.reshard.plan import Place, plan
 
 
@@ -42,7 +42,8 @@ def describe(args: argparse.Namespace) -> str:
         ValueError: the model is not supported, or sizes do not divide.
     """
     folder = os.path.dirname(args.model) if args.model.endswith(".json") else args.model
-    declaration = declare(AutoConfig.from_pretrained(folder or "."))
+    hf_config = AutoConfig.from_pretrained(folder or ".")
+    declaration = declare(hf_config)
     parallel = ParallelConfig(
         args.tensor,
         args.pipeline,
@@ -52,14 +53,12 @@ def describe(args: argparse.Namespace) -> str:
         first_stage_layers=args.first_stage_layers,
         last_stage_layers=args.last_stage_layers,
     )
-    grid = RankGrid(args.ranks, parallel)
+    source = role_layout("actor", hf_config, parallel, args.ranks, fused_norms=True)
     engine_ranks = args.engine_ranks or args.ranks
     if engine_ranks % args.rollout_tensor:
         raise ValueError(f"--rollout-tensor {args.rollout_tensor} does not divide the {engine_ranks} engine ranks")
     if not args.split and engine_ranks > args.ranks:
         raise ValueError(f"{engine_ranks} engine ranks on {args.ranks} trainer GPUs; give --split or fewer of them")
-    vocab = padded_vocab_size(declaration.vocab_size, args.tensor)
-    source = megatron_layout(declaration, grid, vocab, fused_norms=True)
     replicas = engine_ranks // args.rollout_tensor
     target = sglang_layout(declaration, args.rollout_tensor, replicas, SGLANG_VOCAB_MULTIPLE)
     first_node = -(-args.ranks // args.gpus_per_node) if args.split else 0

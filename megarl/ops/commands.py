@@ -73,17 +73,29 @@ class _Watched(Mapping[str, torch.Tensor]):
         return len(self._parameters)
 
 
+def torchrun_rank() -> int:
+    """This process's rank as torchrun says; 0 without it."""
+    return int(os.environ.get("RANK", 0))
+
+
+def join(deadline: float) -> None:
+    """Join torch.distributed as torchrun says, alone without it; nothing where it is joined already. deadline: seconds
+    of an exchange."""
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    device.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    if not dist.is_initialized():
+        store = dist.HashStore() if world == 1 else None  # alone: no port is needed
+        limit = timedelta(seconds=deadline)
+        dist.init_process_group(device.backend(), store=store, rank=torchrun_rank(), world_size=world, timeout=limit)
+
+
 def run(work: Callable[[Steps, Console], int], deadline: float) -> int:
-    """Join torch.distributed as torchrun says (alone without it) and work. Gives the exit status: the work's own, or 2
-    for an error, which is printed."""
-    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    """Join torch.distributed (see `join`) and work. Gives the exit status: the work's own, or 2 for an error, which is
+    printed."""
+    rank = torchrun_rank()
     out, errors = Console(soft_wrap=True, highlight=False), Console(stderr=True, soft_wrap=True, highlight=False)
     try:
-        device.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-        if not dist.is_initialized():
-            store = dist.HashStore() if world == 1 else None  # alone: no port is needed
-            limit = timedelta(seconds=deadline)
-            dist.init_process_group(device.backend(), store=store, rank=rank, world_size=world, timeout=limit)
+        join(deadline)
         with Steps(errors, is_shown=rank == 0 and errors.is_terminal) as steps, warnings.catch_warnings():
             warnings.filterwarnings("ignore")  # Megatron's of what it will do otherwise one day, by the dozen
             return work(steps, out)
@@ -106,7 +118,7 @@ def add_parallel(parser: argparse.ArgumentParser) -> None:
     )
     for name in _SIZES:
         least = 0 if name.endswith("_layers") else 1
-        group.add_argument(f"--{name.replace('_', '-')}", type=_at_least(least), metavar="N")
+        group.add_argument(f"--{name.replace('_', '-')}", type=at_least(least), metavar="N")
     parser.add_argument("--deadline", type=float, default=1800.0, help="seconds for an exchange; default 1800")
 
 
@@ -116,7 +128,9 @@ def asked_parallel(options: argparse.Namespace) -> ParallelConfig | None:
     return ParallelConfig(**given, sequence=given.get("tensor", 1) > 1) if given else None
 
 
-def _at_least(least: int) -> Callable[[str], int]:
+def at_least(least: int) -> Callable[[str], int]:
+    """For argparse's type: a whole number that is no less."""
+
     def number(text: str) -> int:
         value = int(text)
         if value < least:

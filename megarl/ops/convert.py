@@ -18,8 +18,6 @@ from megarl.reshard.layouts import hf_files_layout
 from megarl.reshard.plan import Place, plan
 from megarl.workers import weights as worker_weights
 
-_NAMES = {"bf16": "bfloat16", "fp32": "float32"}
-
 
 def hf_to_megatron(
     source: Weights,
@@ -69,7 +67,6 @@ def megatron_to_hf(
             parameters,
             source.hf_folder,
             folder,
-            {"dtype": _NAMES[model.precision]},
         )
     return model
 

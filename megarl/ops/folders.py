@@ -20,14 +20,13 @@ from transformers import AutoConfig
 
 from megarl.config import ParallelConfig
 from megarl.engines.stored import is_stored, read_stored
-from megarl.model.families import VALUE_HEAD, declare, declare_role
+from megarl.model.families import VALUE_HEAD, declare_role
 from megarl.model.hf_config import DTYPES, Precision, Role, check_supported
 from megarl.model.role_layout import role_layout
 from megarl.ops.commands import Steps
 from megarl.reshard import hf_files
 from megarl.reshard.layout import Layout, Shape
-from megarl.reshard.layouts import hf_layout
-from megarl.workers.weights import compare_parameters, load_hf
+from megarl.workers.weights import compare_parameters, load_role
 
 if TYPE_CHECKING:
     from megarl.engines.megatron import MegatronEngine
@@ -262,12 +261,8 @@ def read(model: Model, steps: Steps) -> None:
     parameters = model.engine.parameters()
     for parameter in parameters.values():
         parameter.zero_()  # what no file has, the vocabulary's padding and a new value head, is the same every time
-    layout, source = model.layout, declare_role(weights.role, weights.hf_config)
-    if weights.role == "critic" and VALUE_HEAD not in hf_files.tensor_files(weights.folder):
-        source = declare(weights.hf_config)
-        layout = layout.of_tensors(source.tensors())
     with steps.watching(f"reading {weights.folder}", parameters) as watched:
-        load_hf(weights.folder, layout, model.rank, watched, hf_layout(source))
+        load_role(weights.role, weights.folder, weights.hf_config, model.layout, model.rank, watched)
 
 
 # ------------------------------------------------------------------------------------------------ what is written

@@ -23,7 +23,7 @@ from megarl.ops.commands import Steps
 from megarl.ops.folders import Weights, build, choose_parallel, read
 from megarl.parallel import device
 from megarl.reshard import hf_files
-from megarl.reshard.checksum import bits, matrix, region_checksum
+from megarl.reshard.checksum import bits, region_checksum
 from megarl.reshard.executor import Executor
 from megarl.reshard.layout import Layout, Rect, Shape, as_matrix
 from megarl.reshard.layouts import hf_files_layout
@@ -162,12 +162,7 @@ class _HFSide:
 
     def values(self, name: str, rect: Rect) -> torch.Tensor:
         with safe_open(self._files[name], framework="pt") as opened:  # maps the file, and gives it back
-            part = opened.get_slice(name)
-            if len(self._shapes[name]) == 2:
-                found: torch.Tensor = part[rect.row0 : rect.row1, rect.col0 : rect.col1]
-            else:
-                found = matrix(part[rect.row0 : rect.row1])
-            return found.to(self._dtype)
+            return hf_files.read_rectangle(opened, name, self._shapes[name], rect).to(self._dtype)
 
 
 class _MegatronSide:

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 from megarl.reshard.checksum import matrix
 from megarl.reshard.executor import Executor
-from megarl.reshard.layout import Layout, Shape
+from megarl.reshard.layout import Layout, Rect, Shape
 from megarl.reshard.plan import Copy, Place, ReshardPlan, plan
 from megarl.reshard.transports import copy_regions
 
@@ -97,14 +97,19 @@ def load(folder: str, target: Layout, rank: int, parameters: Mapping[str, torch.
     for path, copies in by_file.items():
         with safe_open(path, framework="pt") as opened, torch.no_grad():
             for copy in copies:
-                rect, place = copy.rect, copy.target
-                part, is_matrix = opened.get_slice(copy.tensor), len(source.tensors[copy.tensor]) == 2
-                if is_matrix:
-                    values = part[rect.row0 : rect.row1, rect.col0 : rect.col1]
-                else:
-                    values = matrix(part[rect.row0 : rect.row1])[:, rect.col0 : rect.col1]
+                place = copy.target
+                values = read_rectangle(opened, copy.tensor, source.tensors[copy.tensor], copy.rect)
                 local = matrix(parameters[copy.target_parameter].data)
                 local[place.row0 : place.row1, place.col0 : place.col1].copy_(values)
+
+
+def read_rectangle(opened: Any, name: str, shape: Shape, rect: Rect) -> torch.Tensor:
+    """A rectangle of a canonical tensor, [rows, columns], out of an open file; no more than its rows are read."""
+    part = opened.get_slice(name)
+    if len(shape) == 2:
+        values: torch.Tensor = part[rect.row0 : rect.row1, rect.col0 : rect.col1]
+        return values
+    return matrix(part[rect.row0 : rect.row1])[:, rect.col0 : rect.col1]
 
 
 def _only(layout: Layout, rank: int) -> Layout:

@@ -31,13 +31,13 @@ from megarl.engines.hf import HFEngine
 from megarl.engines.residency import Kind
 from megarl.engines.rollout_mismatch import rollout_mismatch
 from megarl.metrics import Stats
-from megarl.model.families import VALUE_HEAD, declare, declare_critic, declare_role
+from megarl.model.families import declare_role
 from megarl.model.role_layout import role_layout
 from megarl.parallel import device
 from megarl.parallel.topology import RankGrid
 from megarl.reshard import hf_files
 from megarl.reshard.layout import Layout
-from megarl.reshard.layouts import hf_files_layout, hf_layout
+from megarl.reshard.layouts import hf_files_layout
 from megarl.reshard.plan import Place, ReshardPlan, plan
 from megarl.types import Sample
 from megarl.workers import placement, weights
@@ -109,7 +109,8 @@ class TrainerWorker:
         )
         layout = role_layout(role, hf_config, parallel, self.num_ranks, engine.uses_fused_norms)
         self._check_parameters(role, layout, engine)
-        self._load_role(role, folder, hf_config, layout, engine)
+        weights.load_role(role, folder, hf_config, layout, self.rank, engine.parameters())
+        engine.mark_weights_loaded()
         self.engines[role], self.layouts[role] = engine, layout
         self.grids[role] = RankGrid(self.num_ranks, parallel)
         return {"parameters": sum(int(np.prod(s)) for s in layout.tensors.values()), "layout": layout.name}
@@ -124,17 +125,6 @@ class TrainerWorker:
                 f"{role}: the layout and Megatron differ in {len(differ)} parameters: {name} is {planned.get(name)} "
                 f"in the layout, {actual.get(name)} in Megatron"
             )
-
-    def _load_role(self, role: str, folder: str, hf_config: Any, layout: Layout, engine: MegatronEngine) -> None:
-        source = declare(hf_config)
-        if role == "critic" and not _has_value_head(folder):
-            # The body comes from a language model; the value head starts at zero.
-            layout = layout.of_tensors(source.tensors())
-        elif role == "critic":
-            source = declare_critic(hf_config)
-        whole = hf_layout(source)
-        weights.load_hf(folder, layout, self.rank, engine.parameters(), whole)
-        engine.mark_weights_loaded()
 
     def build_embedded(self, folder: str) -> None:
         """Host an hf engine in this process; its weights come by sync."""
@@ -362,12 +352,8 @@ class TrainerWorker:
         """Write a role's weights as a Hugging Face folder."""
         dtype = weights.wire_dtype(self.config)
         save_plan = self._save_plan(role, source_folder, dtype.itemsize)
-        names = {"bf16": "bfloat16", "fp32": "float32"}
-        changes = {"dtype": names[self.config.model.precision]}
         parameters = self.engines[role].parameters()
-        weights.save_hf(
-            save_plan, dtype, self.rank, self.num_ranks, device.device(), parameters, source_folder, folder, changes
-        )
+        weights.save_hf(save_plan, dtype, self.rank, self.num_ranks, device.device(), parameters, source_folder, folder)
 
     def _save_plan(self, role: str, folder: str, itemsize: int) -> ReshardPlan:
         hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=self.config.model.trust_remote_code)
@@ -444,10 +430,6 @@ def _moments(samples: Sequence[Sample], values: Sequence[np.ndarray]) -> Moments
         else np.zeros(0)
     )
     return Moments(int(tokens.size), float(tokens.sum()), float(np.square(tokens).sum()))
-
-
-def _has_value_head(folder: str) -> bool:
-    return VALUE_HEAD in hf_files.tensor_files(folder)
 
 
 def _check_engine_parameters(target: Layout, rank: int, engine: HFEngine) -> None:

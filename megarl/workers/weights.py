@@ -12,18 +12,20 @@ import torch
 import torch.distributed as dist
 
 from megarl.config import Config
+from megarl.model.families import VALUE_HEAD, declare, declare_role
+from megarl.model.hf_config import DTYPES
 from megarl.reshard import channel, hf_files
 from megarl.reshard.channel import Channel, ChannelDelivery, LoadReport, LocalDelivery, Setup, Target, deliver
 from megarl.reshard.checksum import piece_regions
 from megarl.reshard.communicator import Communicators, memberships
 from megarl.reshard.executor import Executor
 from megarl.reshard.layout import Layout, as_matrix
+from megarl.reshard.layouts import hf_layout
 from megarl.reshard.plan import Place, ReshardPlan, Summary, plan
 from megarl.reshard.regions import RegionSums
 from megarl.reshard.transports import BucketRegion, ChecksumRegion, dtype_name
 
 MAX_FILE_BYTES = 4 * 2**30
-TORCH_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True)
@@ -266,7 +268,6 @@ def save_hf(
     parameters: Mapping[str, torch.Tensor],
     source_folder: str,
     folder: str,
-    config: Mapping[str, Any],
 ) -> None:
     """Write the weights as a Hugging Face folder, ranks in parallel, with config and tokenizer beside them (rank 0)."""
     group = dist.group.WORLD if num_processes > 1 else None
@@ -275,7 +276,10 @@ def save_hf(
         hf_files.copy_companions(
             source_folder,
             folder,
-            change=lambda known: {**{k: v for k, v in known.items() if k != "torch_dtype"}, **config},
+            change=lambda known: {
+                **{k: v for k, v in known.items() if k != "torch_dtype"},
+                "dtype": dtype_name(dtype),
+            },
         )
     if num_processes > 1:
         dist.barrier()  # an index before its files would make half a checkpoint look whole
@@ -283,14 +287,21 @@ def save_hf(
         hf_files.write_index(folder, plan.target, plan.itemsize)
 
 
-def load_hf(folder: str, target: Layout, rank: int, parameters: Mapping[str, torch.Tensor], source: Layout) -> None:
-    """Read this rank's slices from a Hugging Face folder."""
-    hf_files.load(folder, target, rank, parameters, source)
+def load_role(
+    role: str, folder: str, hf_config: Any, layout: Layout, rank: int, parameters: Mapping[str, torch.Tensor]
+) -> None:
+    """Read this rank's slices of a role from a Hugging Face folder. A critic may be made of a language model: its body
+    comes from there, and the value head stays as it is."""
+    source = declare_role(role, hf_config)
+    if role == "critic" and VALUE_HEAD not in hf_files.tensor_files(folder):
+        source = declare(hf_config)
+        layout = layout.of_tensors(source.tensors())
+    hf_files.load(folder, layout, rank, parameters, hf_layout(source))
 
 
 def wire_dtype(config: Config) -> torch.dtype:
     """The type that the engine's weights have, and so the wire's."""
-    return TORCH_DTYPES[config.model.precision]
+    return DTYPES[config.model.precision]
 
 
 def compare_parameters(
