@@ -233,6 +233,9 @@ def _advantages(
             reduce(add, [r.return_moments for r in finished]),
         )
         metrics["critic/vf_explained_var"] = explained_variance(returns, residuals)
+    corrections = [r.correction for r in results if r.correction is not None]
+    if corrections:
+        metrics |= reduce(add, corrections).metrics()
     if kl.count:
         metrics["actor/reward_kl_penalty"], metrics["actor/reward_kl_penalty_coeff"] = kl.mean, kl_coef
     return kl, metrics

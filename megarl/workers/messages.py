@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megarl.algorithms.advantages import Moments
+from megarl.algorithms.correction import CorrectionFigures
 from megarl.algorithms.diagnostics import Mismatch
 from megarl.config import BatchConfig
 from megarl.metrics import Stats
@@ -35,6 +36,8 @@ class AdvantageResult:
     moments: Moments
     kl: Moments
     rewards: Stats
+    correction: CorrectionFigures | None = None
+    """With algorithm.correction on."""
 
 
 @dataclass(frozen=True)

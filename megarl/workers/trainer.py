@@ -10,8 +10,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from functools import reduce
-from operator import add
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,7 +20,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from megarl.algorithms.advantages import Moments
 from megarl.algorithms.aggregation import sequence_weights
-from megarl.algorithms.correction import CorrectionFigures, step_correction
+from megarl.algorithms.correction import step_correction
 from megarl.algorithms.schedule import learning_rate
 from megarl.algorithms.step_advantages import step_advantages, whitened
 from megarl.config import Config, OptimizerConfig
@@ -199,13 +197,13 @@ class TrainerWorker:
         store.put("advantages", dict(zip(indices, result.advantages, strict=True)))
         if result.returns is not None:
             store.put("returns", dict(zip(indices, result.returns, strict=True)))
-        self.correction: CorrectionFigures | None = None
+        correction = None
         if config.algorithm.correction.is_on:
-            found, self.correction = step_correction(
+            found, correction = step_correction(
                 config.algorithm.correction, samples, store.get("old_logprobs", indices)
             )
             store.put("importance_weights", dict(zip(indices, found, strict=True)))
-        return AdvantageResult(result.moments, result.kl, Stats.of(result.rewards))
+        return AdvantageResult(result.moments, result.kl, Stats.of(result.rewards), correction)
 
     def whiten(self, indices: Sequence[int], moments: Moments | None) -> WhitenedResult:
         """Whiten the advantages by the moments of all ranks (None: leave them), and give the returns to the critic's
@@ -270,16 +268,7 @@ class TrainerWorker:
         return {
             **{name: float(np.mean(values)) for name, values in totals.items()},
             f"{role}/skipped_updates": skipped,
-            **(self._correction_metrics() if role == "actor" and config.algorithm.correction.is_on else {}),
         }
-
-    def _correction_metrics(self) -> dict[str, float]:
-        """Of all data-parallel ranks."""
-        assert self.correction is not None, "advantages come first"
-        group = self.engines["actor"].groups.data
-        figures: list[Any] = [None] * group.size()
-        dist.all_gather_object(figures, self.correction, group=group)
-        return reduce(add, figures).metrics()
 
     def _count_skipped(self, role: str, applied: bool, step: int, grad_norm: float) -> None:
         """Stop the run when too many updates in a row were skipped; the same on every rank."""

@@ -11,6 +11,7 @@ import pytest
 
 from megarl import config
 from megarl.algorithms.advantages import Moments
+from megarl.algorithms.correction import CorrectionFigures
 from megarl.algorithms.diagnostics import Mismatch
 from megarl.config import Config
 from megarl.driver import step as step_module
@@ -32,6 +33,7 @@ class FakeGroup:
     def __init__(self, made: Config) -> None:
         self.grids = {role: RankGrid(made.cluster.num_ranks, parallel) for role, parallel in made.roles().items()}
         self.calls: list[tuple[Any, ...]] = []
+        self.config = made
 
     def names(self) -> list[str]:
         return [call[0] for call in self.calls]
@@ -63,7 +65,12 @@ class FakeGroup:
 
     def advantages(self, indices: Any, kl_coef: float, given: Any) -> list[AdvantageResult]:
         self.calls.append(("advantages", indices, kl_coef, given))
-        return [AdvantageResult(ONE, Moments(2, 1.0, 1.0), Stats.of([1.0])) for _ in indices]
+        figures: list[Any] = [None] * len(indices)
+        if self.config.algorithm.correction.is_on:  # rank 0 has 1, rank 1 has 2, each of one token
+            names = ("chi2_token", "chi2_seq", "kl")
+            of = [Moments(1, d + 1.0, (d + 1.0) ** 2) for d, _ in enumerate(indices)]
+            figures = [CorrectionFigures(dict.fromkeys(names, m), {"rollout_is_max": m.total}) for m in of]
+        return [AdvantageResult(ONE, Moments(2, 1.0, 1.0), Stats.of([1.0]), found) for found in figures]
 
     def whiten(self, indices: Any, moments: Moments | None) -> list[WhitenedResult]:
         self.calls.append(("whiten", moments))
@@ -260,6 +267,13 @@ OFFLOADS = [
     ({"gradients": True}, True, ["gradients"]),
     ({"optimizer": True}, False, []),
 ]
+
+
+def test_figures_of_the_rollout_correction_are_those_of_all_ranks() -> None:
+    made = made_config(algorithm={"correction": {"weights": "token"}})
+    _, metrics, _, _ = run(made)
+    assert (metrics["rollout_corr/kl"], metrics["rollout_corr/rollout_is_max"]) == (1.5, 2.0)
+    assert not any(name.startswith("rollout_corr/") for name in run(made_config())[1])
 
 
 @pytest.mark.parametrize(("offload", "training", "kinds"), OFFLOADS)

@@ -209,14 +209,7 @@ def test_updates_skipped_in_a_row_stop_the_run_and_one_applied_between_starts_th
 
 
 class Groups:
-    """Of rank 0 of two data-parallel ranks."""
-
     context = "the context group"
-
-    class data:
-        @staticmethod
-        def size() -> int:
-            return 2
 
 
 def an_update(made: TrainerWorker, monkeypatch: pytest.MonkeyPatch) -> tuple[list[PackedBatch], dict[str, float]]:
@@ -224,16 +217,12 @@ def an_update(made: TrainerWorker, monkeypatch: pytest.MonkeyPatch) -> tuple[lis
     rank has as many tokens, of which every figure is 0."""
     engine: Any = made.engines["actor"]
     engine.groups, engine.results = Groups(), [StepResult({}, 1.0, True)]
-
-    def gather(found: list[Any], own: Any, group: Any) -> None:
-        assert group is Groups.data
-        zeros = {name: Moments(moments.count, 0.0, 0.0) for name, moments in own.means.items()}
-        found[:] = [own, CorrectionFigures(zeros, own.largest, own.smallest)]
-
-    monkeypatch.setattr(trainer.dist, "all_gather_object", gather)
     made.forward("actor", [[0, 1]])
-    made.advantages([0, 1], 0.0, [0.5, -0.5])
+    own = made.advantages([0, 1], 0.0, [0.5, -0.5]).correction
     metrics = made.update("actor", UpdatePlan([[[1, 0], []]], [(4, 2)], 0, 10))
+    if own is not None:
+        zeros = {name: Moments(moments.count, 0.0, 0.0) for name, moments in own.means.items()}
+        metrics |= (own + CorrectionFigures(zeros, own.largest, own.smallest)).metrics()
     return engine.steps[0][0], metrics
 
 
