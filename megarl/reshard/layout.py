@@ -89,13 +89,6 @@ class Shard:
     parameters: Mapping[str, Shape]
     pieces: tuple[Piece, ...]
 
-    @cached_property
-    def by_tensor(self) -> dict[str, tuple[Piece, ...]]:
-        grouped: dict[str, list[Piece]] = {}
-        for piece in self.pieces:
-            grouped.setdefault(piece.tensor, []).append(piece)
-        return {name: tuple(pieces) for name, pieces in grouped.items()}
-
 
 @dataclass(frozen=True)
 class Layout:
