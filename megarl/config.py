@@ -54,6 +54,8 @@ class RunConfig:
     """auto: from the newest checkpoint of the run folder, or from the start; never; or a checkpoint's folder."""
     save_every: int = 0
     """Steps between checkpoints; 0: only at the end and when stopped."""
+    save_at_end: bool = True
+    """After the last step too; a run that is stopped saves in any case."""
     keep_checkpoints: int = 3
     """The newest so many are kept; 0: all."""
     validate_every: int = 0
@@ -126,6 +128,7 @@ class DataConfig:
     prompts_per_step: int = 256
     max_prompt_length: int = 512
     max_response_length: int = 256
+    """Tokens of an answer: with an environment, of all its turns and observations together."""
     overlong_prompts: Literal["drop", "truncate_left", "truncate_right", "error"] = "drop"
     apply_chat_template: bool = True
     shuffle: bool = True
@@ -258,6 +261,20 @@ class ActorConfig:
     sapo_tau_negative: float = 1.05
     """The same where it is negative."""
     entropy_coef: float = 0.0
+    """Weight of the entropy bonus; with entropy_target the one that it begins at."""
+    entropy_target: float | None = None
+    """Adapt entropy_coef so that the entropy (nats a token) does not fall below this, as Skywork-OR1 does
+    (arXiv:2505.22312; 0.2 in its scripts): the bonus is on in the steps whose entropy is at the target or below; empty:
+    fixed."""
+    entropy_coef_step: float = 0.005
+    """entropy_target: what the coefficient grows by in a step whose entropy is below it, and sinks by in one above."""
+    target_kl: float | None = None
+    """A step's remaining optimizer steps are left out once one of them sees a mean actor/ppo_kl above 1.5 times this
+    (OpenAI Spinning Up's PPO, where 0.01 to 0.05 is usual); empty: all are made."""
+    skip_old_logprobs: Literal["never", "auto"] = "never"
+    """auto: where one step has one optimizer step and nothing else looks at them, the log-probs before the update are
+    those in it, and the pass that computes them is left out, with its metrics (actor/entropy,
+    training/rollout_probs_diff_* and training/rollout_logprobs_abs_diff_mean)."""
     aggregation: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "constant"] = "token-mean"
     aggregation_constant: float | None = None
     """What aggregation `constant` divides by; empty: Dr. GRPO's, the answers of a mini-batch (mini_batch_prompts x
@@ -315,6 +332,9 @@ class CorrectionConfig:
     """The upper bound; always needed."""
     reject_below: float | None = None
     """The lower bound of k1; empty: 1 / reject_above."""
+    bypass: bool = False
+    """The rollout engine's log-probs stand in for the trainer's before the update: the policy loss takes its ratio from
+    them, so that nothing is left to correct, and the pass that computes the trainer's is left out, with its metrics."""
 
     @property
     def is_on(self) -> bool:
@@ -323,11 +343,11 @@ class CorrectionConfig:
 
 @dataclass(frozen=True)
 class AlgorithmConfig:
-    advantage: Literal["gae", "grpo", "rloo", "opo", "gpg", "grpo_passk", "reinforce_pp", "reinforce_pp_baseline"] = (
-        "gae"
-    )
-    """docs/algorithms.md has the formulas and papers. gae needs a critic; all others but reinforce_pp compare the
-    answers to one prompt."""
+    advantage: Literal[
+        "gae", "grpo", "rloo", "opo", "gpg", "grpo_passk", "remax", "reinforce_pp", "reinforce_pp_baseline"
+    ] = "gae"
+    """docs/algorithms.md has the formulas and papers. gae needs a critic, remax one greedy answer more to each prompt;
+    all others but reinforce_pp compare the answers to one prompt."""
     gamma: float = 1.0
     """gae and reinforce_pp."""
     lam: float = 1.0
@@ -347,7 +367,12 @@ class AlgorithmConfig:
     @property
     def compares_answers(self) -> bool:
         """Whether an answer's advantage depends on the other answers to its prompt."""
-        return self.advantage not in ("gae", "reinforce_pp")
+        return self.advantage not in ("gae", "reinforce_pp", "remax")
+
+    @property
+    def is_per_token(self) -> bool:
+        """Whether each token has an advantage of its own, which a KL in the reward enters."""
+        return self.advantage in ("gae", "reinforce_pp")
 
     @property
     def whitens(self) -> bool:
@@ -411,6 +436,8 @@ class SGLangConfig:
     use, tokens a second, hits of the radix cache. 0: none."""
     sleep: bool = True
     """Colocated: release weights and KV cache while training."""
+    release_cuda_graphs: bool = False
+    """Colocated: release the memory of captured CUDA graphs too, about a GB; it is copied to the host and back."""
     options: dict[str, Any] = field(default_factory=dict)
     """Any other of SGLang's server options by its own name; one that changes where weights lie is refused, for the
     sync would not find them."""
@@ -432,6 +459,21 @@ class RolloutConfig:
     top_k: int = -1
     max_batch: int = 256
     """hf engine: sequences generated together."""
+    routing: Literal["least_loaded", "prefix"] = "least_loaded"
+    """Which replica answers a prompt, always all of its answers and turns: the one that has least to do; or prompts
+    that begin alike the same one, whose cache then holds the beginning once. One that runs out takes from the
+    others."""
+    oversample: float = 1.0
+    """Ask so many times data.prompts_per_step prompts, take those that are answered first, and stop the others, which
+    come again in the next step. Above 1 a step does not wait for its slowest prompts, and learns less often from long
+    answers."""
+    keep_groups: Literal["all", "mixed"] = "all"
+    """mixed: leave prompts out whose answers all score the same, and ask others in their place."""
+    max_refills: int = 10
+    """mixed: so many times in a step; then it is filled up with what was left out."""
+    warn_probs_diff: float = 0.03
+    """Warn, with likely causes, when training/rollout_probs_diff_mean passes this: the mean over sampled tokens of
+    |p trainer - p rollout|. 0: never."""
     ignore_eos: bool = False
     """Every answer takes all of data.max_response_length, for benchmarks; validation answers end as ever."""
     validation: ValidationConfig = field(default_factory=ValidationConfig)
@@ -446,19 +488,55 @@ class RolloutConfig:
 @dataclass(frozen=True)
 class RewardConfig:
     function: str = "gsm8k"
-    """gsm8k, gsm8k_flexible, exact, prefix, or the user's own as package.module:function."""
+    """gsm8k, gsm8k_flexible, math, choice, code, exact, prefix, or the user's own as package.module:function."""
     validation: str | None = None
     """What validation answers are scored by; empty: the same function."""
     num_workers: int = 4
-    """Processes that score answers, for each rollout process; none are started for the ready-made functions."""
+    """Processes that score answers, for each rollout process; of the ready-made functions only math and code need
+    them."""
     time_limit: float = 10.0
     """Seconds for one call of the function; past it the process is killed and the answer scores 0, with the reason."""
     memory_mb: int = 4096
     """Memory that a call may take beyond what importing the function took."""
+    allow_unsandboxed_code: bool = False
+    """code: run what the model wrote also where the kernel gives no namespaces to isolate it in, with limits of time,
+    memory, processes and output alone: it can then read, write and connect to all that the run can."""
+    overlong_buffer: int = 0
+    """DAPO's soft overlong punishment (arXiv:2503.14476; 4096 of 20480 tokens there): in the last so many tokens of
+    data.max_response_length a training answer's score sinks linearly by overlong_factor; 0: none."""
+    overlong_factor: float = 1.0
+    """overlong_buffer: what an answer of the full length loses."""
+    mask_truncated: bool = False
+    """DAPO's overlong filtering: training answers that are cut at data.max_response_length are left out of the loss.
+    They count among the answers to their prompt all the same."""
 
     @property
     def validation_function(self) -> str:
         return self.validation or self.function
+
+    @property
+    def options(self) -> dict[str, dict[str, Any]]:
+        """Of a ready-made function's name its keyword arguments."""
+        # The tests of an answer end before the call does: those that passed may count.
+        return {"code": {"allow_unsandboxed": self.allow_unsandboxed_code, "time_limit": 0.8 * self.time_limit}}
+
+
+@dataclass(frozen=True)
+class EnvironmentConfig:
+    """What answers to the model between its turns, such as a tool (docs/environments.md)."""
+
+    function: str | None = None
+    """calculator, or the user's own as package.module:name; empty: one turn."""
+    max_turns: int = 8
+    """Of the model in an answer; the last one ends it."""
+    max_observation_tokens: int = 256
+    """Tokens of an observation and of what the chat template puts around it; a longer one loses its end."""
+    num_workers: int = 4
+    """Processes that run the environment, for each rollout process; none are started for the calculator."""
+    time_limit: float = 10.0
+    """Seconds for one step of it; past it the process is killed and the answer scores 0, with the reason."""
+    memory_mb: int = 4096
+    """Memory that a step may take beyond what importing the environment took."""
 
 
 @dataclass(frozen=True)
@@ -502,6 +580,7 @@ class Config:
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     sync: SyncConfig = field(default_factory=SyncConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
 
@@ -512,6 +591,25 @@ class Config:
     @property
     def needs_reference(self) -> bool:
         return self.algorithm.kl_in_reward_coef > 0 or self.actor.kl_loss_coef > 0
+
+    @property
+    def needs_greedy_baseline(self) -> bool:
+        """Whether each prompt needs a greedy answer besides those that are trained on."""
+        return self.algorithm.advantage == "remax"
+
+    @property
+    def skips_old_logprobs(self) -> bool:
+        """Whether the actor's log-probs before the update are not computed: the rollout's stand in for them, or they
+        are those in the update and nobody else looks at them."""
+        own, algorithm = self.actor, self.algorithm
+        if algorithm.correction.bypass:
+            return True
+        is_looked_at = algorithm.correction.is_on or algorithm.kl_in_reward_coef > 0 or own.entropy_target is not None
+        return own.skip_old_logprobs == "auto" and self.optimizer_steps(own.batch) == 1 and not is_looked_at
+
+    def optimizer_steps(self, batch: BatchConfig) -> int:
+        """Optimizer steps that one step of the loop makes."""
+        return -(-self.data.prompts_per_step // max(batch.mini_batch_prompts, 1)) * batch.epochs
 
     @property
     def samples_per_step(self) -> int:
@@ -559,6 +657,14 @@ VERL_KEYS = {
     "actor_rollout_ref.actor.policy_loss.tau_pos": "actor.sapo_tau_positive",
     "actor_rollout_ref.actor.policy_loss.tau_neg": "actor.sapo_tau_negative",
     "actor_rollout_ref.actor.entropy_coeff": "actor.entropy_coef",
+    "algorithm.rollout_correction.bypass_mode": "algorithm.correction.bypass",
+    "algorithm.rollout_correction.bypass_old_logprob_for_rollout": "algorithm.correction.bypass",
+    "reward_model.overlong_buffer.enable": "reward.overlong_buffer (0 turns it off)",
+    "reward_model.overlong_buffer.len": "reward.overlong_buffer",
+    "reward_model.overlong_buffer.penalty_factor": "reward.overlong_factor",
+    "reward_model.reward_kwargs.overlong_buffer_cfg.enable": "reward.overlong_buffer (0 turns it off)",
+    "reward_model.reward_kwargs.overlong_buffer_cfg.len": "reward.overlong_buffer",
+    "reward_model.reward_kwargs.overlong_buffer_cfg.penalty_factor": "reward.overlong_factor",
     "actor_rollout_ref.actor.use_kl_loss": "actor.kl_loss_coef (0 turns it off)",
     "actor_rollout_ref.actor.kl_loss_coef": "actor.kl_loss_coef",
     "actor_rollout_ref.actor.kl_loss_type": "actor.kl_loss_kind",
@@ -589,6 +695,12 @@ VERL_KEYS = {
     "actor_rollout_ref.rollout.tensor_model_parallel_size": "rollout.tensor",
     "actor_rollout_ref.rollout.gpu_memory_utilization": "rollout.sglang.memory_fraction",
     "actor_rollout_ref.rollout.max_num_seqs": "rollout.sglang.max_running_requests",
+    "actor_rollout_ref.rollout.multi_turn.enable": "environment.function (empty turns it off)",
+    "actor_rollout_ref.rollout.multi_turn.max_assistant_turns": "environment.max_turns",
+    "actor_rollout_ref.rollout.multi_turn.max_tool_response_length": "environment.max_observation_tokens (in tokens)",
+    "algorithm.filter_groups.enable": "rollout.keep_groups (mixed)",
+    "algorithm.filter_groups.max_num_gen_batches": "rollout.max_refills",
+    "data.gen_batch_size": "rollout.oversample (of data.prompts_per_step)",
     "critic.optim.lr": "critic.optimizer.lr",
     "critic.model.path": "critic.path",
     "critic.cliprange_value": "critic.value_clip",
@@ -984,9 +1096,14 @@ AT_LEAST_1 = (
     "critic.recompute.num_layers",
     "algorithm.kl_horizon",
     "rollout.max_batch",
+    "rollout.oversample",
     "rollout.validation.n",
     "reward.num_workers",
     "reward.memory_mb",
+    "environment.max_turns",
+    "environment.max_observation_tokens",
+    "environment.num_workers",
+    "environment.memory_mb",
     "rollout.sglang.max_running_requests",
     "rollout.sglang.cuda_graph_max_batch",
     "rollout.sglang.max_prefill_tokens",
@@ -1000,6 +1117,8 @@ AT_LEAST_0 = (
     "run.validate_every",
     "run.log_samples",
     "run.max_replica_restarts",
+    "rollout.max_refills",
+    "rollout.warn_probs_diff",
     *(
         f"{role}.optimizer.{name}"
         for role in ("actor", "critic")
@@ -1008,6 +1127,9 @@ AT_LEAST_0 = (
     "actor.clip_low",
     "actor.clip_high",
     "actor.kl_loss_coef",
+    "actor.entropy_target",
+    "reward.overlong_buffer",
+    "reward.overlong_factor",
     "algorithm.kl_in_reward_coef",
     "rollout.validation.temperature",
     "rollout.sglang.log_stats",
@@ -1016,7 +1138,10 @@ ABOVE_0 = (
     "run.deadline",
     "run.startup_deadline",
     "reward.time_limit",
+    "environment.time_limit",
     "actor.aggregation_constant",
+    "actor.entropy_coef_step",
+    "actor.target_kl",
     "actor.sapo_tau_positive",
     "actor.sapo_tau_negative",
     "critic.value_clip",
@@ -1049,6 +1174,8 @@ def _validate_values(config: Config) -> Iterator[str]:
         yield "reference.offload.activations: the reference has no backward; leave it out"
     yield from _validate_policy_loss(config.actor)
     yield from _validate_correction(config.algorithm.correction)
+    yield from _validate_update(config)
+    yield from _validate_overlong(config)
     for key, top_k in (
         ("rollout.top_k", config.rollout.top_k),
         ("rollout.validation.top_k", config.rollout.validation.top_k),
@@ -1056,7 +1183,7 @@ def _validate_values(config: Config) -> Iterator[str]:
         if top_k < 1 and top_k != -1:
             yield f"{key}: is {top_k}, must be at least 1, or -1 for all tokens"
     yield from _validate_advantage(config.algorithm)
-    if config.algorithm.kl_in_reward_coef > 0 and config.algorithm.compares_answers:
+    if config.algorithm.kl_in_reward_coef > 0 and not config.algorithm.is_per_token:
         yield (
             f"algorithm.kl_in_reward_coef: is {config.algorithm.kl_in_reward_coef}, but {config.algorithm.advantage} "
             f"compares scores without the penalty; use actor.kl_loss_coef"
@@ -1097,6 +1224,16 @@ def _validate_values(config: Config) -> Iterator[str]:
         yield f"actor.dual_clip: is {config.actor.dual_clip}, must be above 1 (3.0 is usual), or null to turn it off"
     if config.needs_critic and config.critic.aggregation == "constant":
         yield "critic.aggregation: constant is for the policy loss; use token-mean"
+    if config.rollout.oversample > 1 and config.rollout.engine == "hf":
+        yield (
+            f"rollout.oversample: is {config.rollout.oversample}, but the hf engine cannot stop answers that are under "
+            f"way; set it to 1, or rollout.engine to sglang"
+        )
+    if config.rollout.keep_groups == "mixed" and config.rollout.n < 2:
+        yield (
+            f"rollout.keep_groups: is mixed, but with rollout.n = {config.rollout.n} no prompt has answers that "
+            f"differ; set it to all, or rollout.n to 2 or more"
+        )
     if config.algorithm.kl_target is not None and config.algorithm.kl_in_reward_coef <= 0:
         yield "algorithm.kl_target: needs algorithm.kl_in_reward_coef above 0 to adapt"
     if not 0 < config.rollout.sglang.memory_fraction < 1:
@@ -1140,6 +1277,12 @@ def _validate_correction(own: CorrectionConfig) -> Iterator[str]:
         for name in names:
             if getattr(own, switch) == "none" and getattr(own, name) != getattr(defaults, name):
                 yield f"{key}.{name}: is {getattr(own, name)}, but {key}.{switch} is none; set that, or leave it out"
+    if own.bypass and own.is_on:
+        switch = "weights" if own.weights != "none" else "reject"
+        yield (
+            f"{key}.bypass: is true, but {key}.{switch} is {getattr(own, switch)}, which looks at the trainer's "
+            f"log-probs before the update; turn one of them off"
+        )
     if own.weights != "none" and own.min_weight is not None and own.min_weight >= own.max_weight:
         yield f"{key}.min_weight: is {own.min_weight}, must be below {key}.max_weight {own.max_weight}"
     if own.reject == "none":
@@ -1158,6 +1301,41 @@ def _validate_correction(own: CorrectionConfig) -> Iterator[str]:
         )
     elif own.reject_below is not None and own.reject_below >= own.reject_above:
         yield f"{key}.reject_below: is {own.reject_below}, must be below {key}.reject_above {own.reject_above}"
+
+
+def _validate_update(config: Config) -> Iterator[str]:
+    """The actor's keys that steer how a step's update goes: each must have something to steer."""
+    own, defaults = config.actor, ActorConfig()
+    if own.entropy_target is None and own.entropy_coef_step != defaults.entropy_coef_step:
+        yield f"actor.entropy_coef_step: is {own.entropy_coef_step}, but actor.entropy_target is not set; set it too"
+    if own.entropy_target is not None and own.entropy_coef < 0:
+        yield f"actor.entropy_coef: is {own.entropy_coef}, must be 0 or more with actor.entropy_target"
+    if own.entropy_target is not None and config.algorithm.correction.bypass:
+        yield (
+            f"actor.entropy_target: is {own.entropy_target}, but algorithm.correction.bypass leaves out the pass that "
+            f"measures the entropy; leave one of them out"
+        )
+    if own.target_kl is not None and config.optimizer_steps(own.batch) == 1:
+        yield (
+            f"actor.target_kl: is {own.target_kl}, but a step has one optimizer step, so there is none to leave out; "
+            f"lower actor.batch.mini_batch_prompts, raise actor.batch.epochs, or leave it out"
+        )
+
+
+def _validate_overlong(config: Config) -> Iterator[str]:
+    own, longest = config.reward, config.data.max_response_length
+    if own.overlong_buffer >= longest > 0:
+        yield (
+            f"reward.overlong_buffer: is {own.overlong_buffer}, must be below data.max_response_length {longest}, of "
+            f"which it is the end"
+        )
+    if own.overlong_buffer == 0 and own.overlong_factor != RewardConfig().overlong_factor:
+        yield f"reward.overlong_factor: is {own.overlong_factor}, but reward.overlong_buffer is 0; set that too"
+    if own.mask_truncated and config.rollout.ignore_eos:
+        yield (
+            "reward.mask_truncated: is true, but with rollout.ignore_eos every answer is cut at the limit, so that "
+            "nothing would be learned; turn one of them off"
+        )
 
 
 def _validate_optimizer(config: Config, key: str, optimizer: OptimizerConfig) -> Iterator[str]:

@@ -69,6 +69,52 @@ class GenerationResult:
     logprobs: FloatArray  # [R], of the distribution at the sampling temperature, before top-p and top-k
     finish_reason: FinishReason
     weight_version: int
+    cached_tokens: int = 0
+    """Of the prompt, those that the engine's KV cache held already."""
+
+
+@dataclass(frozen=True)
+class Activity:
+    """What an engine did since it was last asked, from looks at it at equal intervals."""
+
+    num_looks: int = 0
+    num_running: float = 0.0
+    """Answers that are generated together, a mean; and the most."""
+    max_running: float = 0.0
+    num_waiting: float = 0.0
+    max_waiting: float = 0.0
+    max_cache_use: float = 0.0
+    """Share of the KV cache."""
+
+    def __add__(self, other: Activity) -> Activity:
+        """Of two stretches, or of two engines."""
+        looks = self.num_looks + other.num_looks
+
+        def mean(own: float, others: float) -> float:
+            return (own * self.num_looks + others * other.num_looks) / max(looks, 1)
+
+        return Activity(
+            looks,
+            mean(self.num_running, other.num_running),
+            max(self.max_running, other.max_running),
+            mean(self.num_waiting, other.num_waiting),
+            max(self.max_waiting, other.max_waiting),
+            max(self.max_cache_use, other.max_cache_use),
+        )
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A stretch of an answer: one turn of the policy under one weight version, or what an environment said.
+
+    Segment(token_ids=[31, 8], logprobs=[-0.1, -2.3], by_policy=True, weight_version=4)
+    """
+
+    token_ids: IntArray  # [R of it]
+    logprobs: FloatArray  # [R of it]; 0 where the policy did not write
+    by_policy: bool
+    weight_version: int
+    """Of an observation: that of the turn before it."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +136,8 @@ class Sample:
     data_source: str
     reward_error: str | None = None
     """Why the reward function failed, if it did; the score is then 0."""
+    penalty: float = 0.0
+    """What is in the score beside the reward: 0, or less for an answer near the length limit."""
 
     @property
     def length(self) -> int:
@@ -110,6 +158,9 @@ class SampleInfo:
     data_source: str
     min_weight_version: int
     reward_error: str | None = None
+    baseline: float | None = None
+    """remax: the score of the greedy answer to the same prompt."""
+    penalty: float = 0.0
 
     @property
     def length(self) -> int:
@@ -128,4 +179,5 @@ class SampleInfo:
             data_source=sample.data_source,
             min_weight_version=int(sample.weight_versions.min()) if len(sample.weight_versions) else 0,
             reward_error=sample.reward_error,
+            penalty=sample.penalty,
         )

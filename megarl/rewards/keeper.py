@@ -1,21 +1,23 @@
-"""The process between a trainer's or rollout's process and one reward worker. Run as a program by pool.py.
+"""The process between a trainer's or rollout's process and one worker that runs the user's code: rewards, or an
+environment's steps. Run as a program by pool.py.
 
     owner (rollout, trainer)  --socket-->  keeper  --socket-->  worker (the user's code)
 
 The keeper is small and runs no user code. It forks the worker, hands it one call at a time, kills it with everything it
-started when a call takes too long, too many processes or too much memory, and forks the next one. It is what a reward
+started when a call takes too long, too many processes or too much memory, and forks the next one. It is what a call
 that kills its parent hits; the owner then starts another. When the owner goes, the socket ends and the keeper takes
 everything with it.
 
 Frames are a length and that many bytes. From the owner: first the settings, then one frame a call; an empty one asks
 for what the worker's functions are. To the owner: BEGUN with these facts when the worker has imported its functions and
-has the call, then RESULT with the scores as JSON or FAILED with the reason. Nothing that a worker wrote is unpickled.
+has the call, then RESULT with the values as JSON or FAILED with the reason. Nothing that a worker wrote is unpickled.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib
 import json
 import os
 import pickle
@@ -26,7 +28,7 @@ import socket
 import sys
 import time
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import psutil
@@ -34,8 +36,8 @@ import psutil
 BEGUN, RESULT, FAILED, SPENT = b"B", b"R", b"F", b"S"
 """SPENT, from a worker: its result, after which it wants to be replaced."""
 
-TIMED_OUT = "reward timed out"
-"""How the reason of a call that passed its time limit begins."""
+TIMED_OUT = "timed out after"
+"""What follows the subject in the reason of a call that passed its time limit."""
 
 IMPORT_LIMIT = 120.0
 """Seconds for a worker to import its functions."""
@@ -64,6 +66,14 @@ class Settings:
     memory_mb: int
     """What a call may take beyond what importing the functions took."""
     python_path: tuple[str, ...]
+    subject: str
+    """What reasons call the user's code, and its section of the configuration: "reward"."""
+    opener: str
+    """"module:function" of megarl, for the worker: gives of a function's name (a callable that answers a list of calls
+    with as many pairs of a value, which JSON can hold, and an error or None; the batch size, 0 for one call at a time),
+    and raises ValueError when the function cannot be loaded."""
+    options: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Of a function's name the keyword arguments that the opener gets besides it."""
 
 
 def send_frame(connection: socket.socket, content: bytes) -> None:
@@ -140,9 +150,10 @@ class Worker:
         """Wait until the functions are imported; None, or why they are not."""
         if self.facts:
             return None
-        found = self._next_frame(IMPORT_LIMIT, f"importing the reward took longer than {IMPORT_LIMIT:g} s")
+        subject = self._settings.subject
+        found = self._next_frame(IMPORT_LIMIT, f"importing the {subject} took longer than {IMPORT_LIMIT:g} s")
         if isinstance(found, str):
-            return f"importing the reward: {found}" if not found.startswith("importing") else found
+            return f"importing the {subject}: {found}" if not found.startswith("importing") else found
         self.facts = found
         self._memory_limit = json.loads(found)["memory_limit"]
         return None
@@ -155,7 +166,8 @@ class Worker:
             send_frame(self._connection, request)
         except OSError:
             return self._death()
-        return self._next_frame(self._settings.time_limit, f"{TIMED_OUT} after {self._settings.time_limit:g} s")
+        limit = self._settings.time_limit
+        return self._next_frame(limit, f"{self._settings.subject} {TIMED_OUT} {limit:g} s")
 
     def has_ended(self) -> bool:
         """Between two calls: whether the worker went after it had imported its functions."""
@@ -234,11 +246,12 @@ class Worker:
         while self._status is None and time.monotonic() < end:
             self._reap()
             time.sleep(0.002)
+        subject = self._settings.subject
         if self._status is None:
-            return "the reward closed the connection of its process"
+            return f"the {subject} closed the connection of its process"
         if self._status < 0:
-            return f"the reward's process was killed by {signal.Signals(-self._status).name}"
-        return f"the reward's process ended with exit code {self._status}"
+            return f"the {subject}'s process was killed by {signal.Signals(-self._status).name}"
+        return f"the {subject}'s process ended with exit code {self._status}"
 
     def excess(self) -> str | None:
         """What the worker's processes are too many of, if they are."""
@@ -249,16 +262,18 @@ class Worker:
         return found
 
     def _excess(self) -> str | None:
+        subject = self._settings.subject
         processes = psutil.Process().children(recursive=True)
         if len(processes) > MAX_PROCESSES + 1:
-            return f"the reward had more than {MAX_PROCESSES} processes"
+            return f"the {subject} had more than {MAX_PROCESSES} processes"
         if self._memory_limit is not None and len(processes) > 1:  # the kernel limits each one alone
             taken = 0
             for process in processes:
                 with contextlib.suppress(psutil.Error):
                     taken += process.memory_info().rss
             if taken > self._memory_limit:
-                return f"the reward's processes took more than {self._settings.memory_mb} MB (reward.memory_mb)"
+                most = self._settings.memory_mb
+                return f"the {subject}'s processes took more than {most} MB ({subject}.memory_mb)"
         return None
 
 
@@ -346,37 +361,38 @@ def _lower(kind: int, value: int) -> None:
 def _work(connection: socket.socket, settings: Settings) -> None:
     own = os.getpid()
     sys.path[:] = settings.python_path
-    from megarl.rewards.loading import load_reward, score_many
+    module, _, attribute = settings.opener.partition(":")
+    opener = getattr(importlib.import_module(module), attribute)
 
     functions: dict[str, Any] = {}
+    sizes: dict[str, int] = {}
     for name in settings.functions:
         try:
-            functions[name] = load_reward(name)
+            functions[name], sizes[name] = opener(name, **settings.options.get(name, {}))
         except ValueError as error:
             functions[name] = str(error)
     memory_limit = psutil.Process().memory_info().vms + settings.memory_mb * 2**20
     _lower(resource.RLIMIT_AS, memory_limit)
-    sizes = {name: int(getattr(function, "batch_size", 0)) for name, function in functions.items()}
     send_frame(connection, json.dumps({"batch_sizes": sizes, "memory_limit": memory_limit}).encode())
     while (request := receive_frame(connection)) is not None:
         name, calls = pickle.loads(request)
         function = functions[name]
         if isinstance(function, str):
-            scores: list[tuple[float, str | None]] = [(0.0, function)] * len(calls)
+            found: list[tuple[Any, str | None]] = [(None, function)] * len(calls)
         else:
             try:
-                scores = score_many(function, calls)
+                found = function(calls)
             except BaseException as error:  # sys.exit and the like
-                scores = [(0.0, f"{type(error).__name__}: {str(error)[:300]}")] * len(calls)
-        if os.getpid() != own:  # a child that the reward forked and that came back from it
+                found = [(None, f"{type(error).__name__}: {str(error)[:300]}")] * len(calls)
+        if os.getpid() != own:  # a child that the call forked and that came back from it
             os._exit(0)
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
                 stream.flush()
-        is_spent = any(error is not None and error.startswith("MemoryError") for _, error in scores)
+        is_spent = any(error is not None and error.startswith("MemoryError") for _, error in found)
         if is_spent:
-            scores = [(s, e and f"{e} (reward.memory_mb is {settings.memory_mb})") for s, e in scores]
-        send_frame(connection, (SPENT if is_spent else RESULT) + json.dumps(scores).encode())
+            found = [(v, e and f"{e} ({settings.subject}.memory_mb is {settings.memory_mb})") for v, e in found]
+        send_frame(connection, (SPENT if is_spent else RESULT) + json.dumps(found).encode())
 
 
 def _hang_up(connection: socket.socket) -> None:

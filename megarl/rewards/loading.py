@@ -24,12 +24,12 @@ import importlib
 import inspect
 import math
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from megarl.rewards import exact, gsm8k, prefix
+from megarl.rewards import choice, exact, gsm8k, prefix
 
 RewardFunction = Callable[[str, str, str, dict[str, Any]], Any]
 """Gives a number, or a mapping with a number under "score"."""
@@ -39,10 +39,16 @@ BUILTIN: dict[str, RewardFunction] = {
     "gsm8k_flexible": gsm8k.score_flexible,
     "exact": exact.score,
     "prefix": prefix.score,
+    "choice": choice.score,
 }
 
 TRUSTED = frozenset(BUILTIN)
 """Ready-made functions that are pure, take microseconds and end for every input: they need no process of their own."""
+
+IN_PROCESSES = {"math": "megarl.rewards.math_boxed:score", "code": "megarl.rewards.code:score"}
+"""Ready-made functions that may not end, or import much: they run where the user's own do."""
+
+READY_MADE = (*BUILTIN, *IN_PROCESSES)
 
 Call = tuple[str, str, str, Mapping[str, Any]]
 """data_source, response, ground_truth, extra_info of one answer."""
@@ -52,13 +58,17 @@ Score = tuple[float, str | None]
 
 
 def load_reward(name: str, options: Mapping[str, Any] | None = None) -> RewardFunction:
-    """The reward function called `name`: one of BUILTIN, or "package.module:function" from the Python path.
+    """The reward function called `name`: one of READY_MADE, or "package.module:function" from the Python path.
 
-    options: keyword arguments to give to every call (gsm8k takes method and format_score).
+    options: keyword arguments to give to every call (gsm8k takes method and format_score, code takes partial).
 
     Raises ValueError when the name is neither, the module is not found or fails on import, it has no such attribute,
     the attribute is not callable, or it cannot be called with the four arguments and the options."""
-    function = BUILTIN[name] if name in BUILTIN else _import_function(name)
+    function = BUILTIN.get(name)
+    if function is None:
+        function = import_named(IN_PROCESSES.get(name, name), "reward function", READY_MADE, "package.module:function")
+        if not callable(function):
+            raise ValueError(f"reward function {name!r}: is a {type(function).__name__}, which cannot be called")
     options = dict(options or {})
     try:
         inspect.signature(function).bind("", "", "", {}, **options)
@@ -77,36 +87,46 @@ def load_reward(name: str, options: Mapping[str, Any] | None = None) -> RewardFu
     return bound
 
 
-def _import_function(name: str) -> RewardFunction:
+def import_named(name: str, subject: str, ready_made: Iterable[str], form: str) -> Any:
+    """What "package.module:attribute" names on the Python path.
+
+    Args:
+        subject: what it is called in errors: "reward function".
+        ready_made: names that could have been given instead.
+        form: how the user's own are written: "package.module:function".
+
+    Raises:
+        ValueError: the name is not of this form, the module is not found or fails on import, or it has no such
+            attribute.
+    """
     module_name, colon, attribute = name.partition(":")
     if not colon or not all(part.isidentifier() for part in (*module_name.split("."), attribute)):
         raise ValueError(
-            f"unknown reward function {name!r}; give {', '.join(BUILTIN)}, or your own as package.module:function "
-            f"(not a file's path: put its folder on PYTHONPATH)"
+            f"unknown {subject} {name!r}; give {', '.join(ready_made)}, or your own as {form} (not a file's path: put "
+            f"its folder on PYTHONPATH)"
         )
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is not None and (module_name == error.name or module_name.startswith(error.name + ".")):
             raise ValueError(
-                f"reward function {name!r}: there is no module {error.name!r}; put the folder that holds it on "
-                f"PYTHONPATH"
+                f"{subject} {name!r}: there is no module {error.name!r}; put the folder that holds it on PYTHONPATH"
             ) from error
-        raise ValueError(
-            f"reward function {name!r}: {module_name} imports {error.name!r}, which is not installed"
-        ) from error
+        raise ValueError(f"{subject} {name!r}: {module_name} imports {error.name!r}, which is not installed") from error
     except Exception as error:
-        raise ValueError(f"reward function {name!r}: importing {module_name} failed: {_describe(error)}") from error
+        raise ValueError(f"{subject} {name!r}: importing {module_name} failed: {describe(error)}") from error
     if not hasattr(module, attribute):
         there = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         raise ValueError(
-            f"reward function {name!r}: {module_name} has no {attribute!r}; it has {', '.join(there) or 'no functions'}"
+            f"{subject} {name!r}: {module_name} has no {attribute!r}; it has {', '.join(there) or 'no functions'}"
         )
-    function: Any = getattr(module, attribute)
-    if not callable(function):
-        raise ValueError(f"reward function {name!r}: is a {type(function).__name__}, which cannot be called")
-    checked: RewardFunction = function
-    return checked
+    return getattr(module, attribute)
+
+
+def open_reward(name: str, **options: Any) -> tuple[Callable[[Sequence[Call]], list[Score]], int]:
+    """What a worker process (keeper.py) calls: scores of many answers, and how many it takes at once."""
+    function = load_reward(name, options)
+    return functools.partial(score_many, function), int(getattr(function, "batch_size", 0))
 
 
 def score_safely(
@@ -117,9 +137,9 @@ def score_safely(
     The function gets a copy of extra_info. Never raises, but for what is no Exception (KeyboardInterrupt, SystemExit).
     """
     try:
-        return _to_score(_awaited(function(data_source, response, ground_truth, dict(extra_info))))
+        return _to_score(awaited(function(data_source, response, ground_truth, dict(extra_info))))
     except Exception as error:
-        return 0.0, _describe(error)
+        return 0.0, describe(error)
 
 
 def score_many(function: RewardFunction, calls: Sequence[Call]) -> list[Score]:
@@ -129,16 +149,17 @@ def score_many(function: RewardFunction, calls: Sequence[Call]) -> list[Score]:
     sources, responses, truths, infos = (list(values) for values in zip(*calls, strict=True))
     whole: Any = function
     try:
-        results = list(_awaited(whole(sources, responses, truths, [dict(info) for info in infos])))
+        results = list(awaited(whole(sources, responses, truths, [dict(info) for info in infos])))
         if len(results) == len(calls):
             return [_to_score_safely(result) for result in results]
         reason = f"the reward function gave {len(results)} scores for {len(calls)} answers"
     except Exception as error:
-        reason = _describe(error)
+        reason = describe(error)
     return [(0.0, reason)] * len(calls)
 
 
-def _awaited(result: Any) -> Any:
+def awaited(result: Any) -> Any:
+    """The result, waited for where it is a coroutine's."""
     return _loop().run_until_complete(result) if hasattr(result, "__await__") else result
 
 
@@ -152,7 +173,7 @@ def _to_score_safely(result: Any) -> Score:
     try:
         return _to_score(result)
     except Exception as error:
-        return 0.0, _describe(error)
+        return 0.0, describe(error)
 
 
 def _to_score(result: Any) -> Score:
@@ -171,7 +192,7 @@ def _to_score(result: Any) -> Score:
     return score, None
 
 
-def _describe(error: Exception) -> str:
+def describe(error: Exception) -> str:
     """The error's first line with the line it came from: "ZeroDivisionError: division by zero (rewards.py:12)"."""
     lines = str(error).splitlines()
     text = f"{type(error).__name__}: {lines[0][:300] if lines else ''}".removesuffix(": ")

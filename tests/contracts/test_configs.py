@@ -56,7 +56,8 @@ def test_a_preset_cites_its_paper_and_holds_the_algorithm_alone(preset: Path) ->
     assert text.startswith("#")
     assert "arXiv:" in text.split("algorithm:")[0]
     sections = yaml.safe_load(text)
-    assert set(sections) == {"actor", "algorithm"}
+    assert set(sections) == {"actor", "algorithm", "rollout"}
+    assert set(sections["rollout"]) == {"keep_groups"}
     assert not set(sections["actor"]) & {"parallel", "optimizer", "batch", "offload", "recompute"}
 
 

@@ -106,6 +106,13 @@ def test_an_unknown_key_comes_with_the_nearest_known_one(sections: dict[str, Any
             "algorithm.kl_in_reward_kind: is 'k3+' (str), but must be k1 or abs or k2 or k3",
         ),
         (
+            "rollout",
+            "routing",
+            "round_robin",
+            "rollout.routing: is 'round_robin' (str), but must be least_loaded or prefix",
+        ),
+        ("rollout", "keep_groups", "some", "rollout.keep_groups: is 'some' (str), but must be all or mixed"),
+        (
             "sync",
             "verify",
             False,  # what YAML makes of a bare `off`
@@ -342,6 +349,14 @@ def test_limits_of_parts_that_a_run_does_not_have_are_not_looked_at() -> None:
         ({"reward": {"time_limit": 0}}, "reward.time_limit: is 0.0, must be above 0"),
         ({"reward": {"num_workers": 0}}, "reward.num_workers: is 0, must be at least 1"),
         ({"reward": {"memory_mb": 0}}, "reward.memory_mb: is 0, must be at least 1"),
+        ({"environment": {"max_turns": 0}}, "environment.max_turns: is 0, must be at least 1"),
+        (
+            {"environment": {"max_observation_tokens": 0}},
+            "environment.max_observation_tokens: is 0, must be at least 1",
+        ),
+        ({"environment": {"num_workers": 0}}, "environment.num_workers: is 0, must be at least 1"),
+        ({"environment": {"memory_mb": 0}}, "environment.memory_mb: is 0, must be at least 1"),
+        ({"environment": {"time_limit": 0}}, "environment.time_limit: is 0.0, must be above 0"),
         ({"run": {"deadline": float("nan")}}, "run.deadline: is nan, must be above 0"),
         ({"actor": {"optimizer": {"lr": -1e-6}}}, "actor.optimizer.lr: is -1e-06, must be 0 or more"),
         (
@@ -521,6 +536,14 @@ def test_limits_of_parts_that_a_run_does_not_have_are_not_looked_at() -> None:
             "rollout.temperature: is 0.0; training needs samples, so it must be above 0 (validation has its own)",
         ),
         ({"rollout": {"top_p": 0}}, "rollout.top_p: is 0.0, must be in (0, 1]"),
+        ({"rollout": {"oversample": 0.9}}, "rollout.oversample: is 0.9, must be at least 1"),
+        ({"rollout": {"max_refills": -1}}, "rollout.max_refills: is -1, must be 0 or more"),
+        ({"rollout": {"warn_probs_diff": -0.1}}, "rollout.warn_probs_diff: is -0.1, must be 0 or more"),
+        (
+            {"rollout": {"keep_groups": "mixed"}},
+            "rollout.keep_groups: is mixed, but with rollout.n = 1 no prompt has answers that differ; set it to all, "
+            "or rollout.n to 2 or more",
+        ),
         ({"rollout": {"top_k": 0}}, "rollout.top_k: is 0, must be at least 1, or -1 for all tokens"),
         (
             {"rollout": {"sglang": {"memory_fraction": 1}}},
@@ -669,3 +692,86 @@ def test_a_correction_with_bounds_is_taken() -> None:
     own = {"weights": "token", "min_weight": 0.5, "max_weight": 5, "reject": "seq_mean", "reject_above": 1.01}
     found = build(algorithm={"correction": own}).algorithm.correction
     assert (found.is_on, found.min_weight, found.max_weight, found.reject_below) == (True, 0.5, 5.0, None)
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"actor": {"target_kl": 0}}, "actor.target_kl: is 0.0, must be above 0"),
+        (
+            {"actor": {"target_kl": 0.01, "batch": {"mini_batch_prompts": 256}}},
+            "actor.target_kl: is 0.01, but a step has one optimizer step, so there is none to leave out; lower "
+            "actor.batch.mini_batch_prompts, raise actor.batch.epochs, or leave it out",
+        ),
+        ({"actor": {"entropy_target": -0.1}}, "actor.entropy_target: is -0.1, must be 0 or more"),
+        (
+            {"actor": {"entropy_target": 0.2, "entropy_coef_step": 0}},
+            "actor.entropy_coef_step: is 0.0, must be above 0",
+        ),
+        (
+            {"actor": {"entropy_coef_step": 0.1}},
+            "actor.entropy_coef_step: is 0.1, but actor.entropy_target is not set; set it too",
+        ),
+        (
+            {"actor": {"entropy_target": 0.2, "entropy_coef": -0.1}},
+            "actor.entropy_coef: is -0.1, must be 0 or more with actor.entropy_target",
+        ),
+        (
+            {"actor": {"entropy_target": 0.2}, "algorithm": {"correction": {"bypass": True}}},
+            "actor.entropy_target: is 0.2, but algorithm.correction.bypass leaves out the pass that measures the "
+            "entropy; leave one of them out",
+        ),
+        (
+            {"algorithm": {"correction": {"bypass": True, "weights": "token"}}},
+            "algorithm.correction.bypass: is true, but algorithm.correction.weights is token, which looks at the "
+            "trainer's log-probs before the update; turn one of them off",
+        ),
+        (
+            {"algorithm": {"correction": {"bypass": True, "reject": "token", "reject_above": 2}}},
+            "algorithm.correction.bypass: is true, but algorithm.correction.reject is token, which looks at the "
+            "trainer's log-probs before the update; turn one of them off",
+        ),
+        (
+            {"algorithm": {"advantage": "remax", "kl_in_reward_coef": 0.1}},
+            "algorithm.kl_in_reward_coef: is 0.1, but remax compares scores without the penalty; use "
+            "actor.kl_loss_coef",
+        ),
+        ({"reward": {"overlong_buffer": -1}}, "reward.overlong_buffer: is -1, must be 0 or more"),
+        (
+            {"reward": {"overlong_buffer": 256}},
+            "reward.overlong_buffer: is 256, must be below data.max_response_length 256, of which it is the end",
+        ),
+        (
+            {"reward": {"overlong_buffer": 64, "overlong_factor": -1}},
+            "reward.overlong_factor: is -1.0, must be 0 or more",
+        ),
+        (
+            {"reward": {"overlong_factor": 0.5}},
+            "reward.overlong_factor: is 0.5, but reward.overlong_buffer is 0; set that too",
+        ),
+        (
+            {"reward": {"mask_truncated": True}, "rollout": {"ignore_eos": True}},
+            "reward.mask_truncated: is true, but with rollout.ignore_eos every answer is cut at the limit, so that "
+            "nothing would be learned; turn one of them off",
+        ),
+    ],
+)
+def test_keys_that_steer_an_update_must_have_something_to_steer(sections: dict[str, Any], said: str) -> None:
+    assert violations(**sections) == [said]
+
+
+def test_what_steers_an_update_is_taken_where_it_can() -> None:
+    found = build(
+        actor={"target_kl": 0.01, "entropy_target": 0.2, "entropy_coef_step": 1e-4, "skip_old_logprobs": "auto"},
+        reward={"overlong_buffer": 255, "overlong_factor": 0.5, "mask_truncated": True},
+    )
+    assert found.optimizer_steps(found.actor.batch) == 4  # 256 prompts in mini-batches of 64
+    assert not found.skips_old_logprobs
+    one = build(actor={"batch": {"mini_batch_prompts": 128, "epochs": 2}, "target_kl": 0.01})
+    assert one.optimizer_steps(one.actor.batch) == 4
+
+
+def test_remax_needs_a_greedy_answer_but_no_others_and_no_critic() -> None:
+    found = build(algorithm={"advantage": "remax"})
+    assert (found.needs_greedy_baseline, found.needs_critic, list(found.roles())) == (True, False, ["actor"])
+    assert not build().needs_greedy_baseline

@@ -237,13 +237,13 @@ def test_a_reward_that_reads_from_the_terminal_reads_nothing(make: Make) -> None
 @pytest.mark.parametrize("after", ["", "time.sleep(60)"])
 def test_a_thousand_processes_are_killed(make: Make, after: str) -> None:
     code = f"for _ in range(1000):\n    if os.fork() == 0:\n        time.sleep(60)\n        os._exit(0)\n{after}"
-    assert make(time_limit=20).fails(code) == f"the reward had more than {MAX_PROCESSES} processes"
+    assert make(time_limit=20, memory_mb=8192).fails(code) == f"the reward had more than {MAX_PROCESSES} processes"
 
 
 def test_a_fork_bomb_is_killed(make: Make) -> None:
     """Every process forks again, up to 2 to the power of 9."""
     code = "for _ in range(9): os.fork()\ntime.sleep(60)"
-    assert make(time_limit=20).fails(code) == f"the reward had more than {MAX_PROCESSES} processes"
+    assert make(time_limit=20, memory_mb=8192).fails(code) == f"the reward had more than {MAX_PROCESSES} processes"
 
 
 def test_killing_the_parent_costs_that_call_alone(make: Make) -> None:
