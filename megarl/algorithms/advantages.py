@@ -252,6 +252,33 @@ def opo(scores: Sequence[float], groups: Sequence[Hashable], lengths: Sequence[i
     return advantages
 
 
+def remax(scores: Sequence[float], baselines: Sequence[float]) -> list[float]:
+    """The score of each answer minus that of the greedy answer to its prompt.
+
+        A_i = score_i - score of argmax decoding
+
+    ReMax (arXiv 2310.10505): a baseline that depends on the prompt alone leaves the policy gradient unbiased, and costs
+    one answer more a prompt.
+
+    Args:
+        baselines: S numbers, the score of the greedy answer to the same prompt.
+
+    Raises:
+        ValueError: numbers of scores and baselines that differ; one of them that is not finite.
+
+    >>> remax([1.0, 0.0, 0.25], [0.5, 0.5, 1.0])
+    [0.5, -0.5, -0.75]
+    """
+    if len(scores) != len(baselines):
+        raise ValueError(f"{len(scores)} scores but {len(baselines)} baselines")
+    for i, (score, baseline) in enumerate(zip(scores, baselines, strict=True)):
+        if not (math.isfinite(score) and math.isfinite(baseline)):
+            raise ValueError(
+                f"the score of answer {i} is {score}, of the greedy answer {baseline}: a reward must be finite"
+            )
+    return [score - baseline for score, baseline in zip(scores, baselines, strict=True)]
+
+
 def gpg(scores: Sequence[float], groups: Sequence[Hashable]) -> list[float]:
     """`dr_grpo` times the batch's answers over those of them that teach something.
 

@@ -32,29 +32,31 @@ def step_advantages(
     config: AlgorithmConfig,
     kl_coef: float,
     samples: Sequence[Sample],
-    logprobs: Sequence[FloatArray],
+    logprobs: Sequence[FloatArray] | None,
     reference_logprobs: Sequence[FloatArray] | None = None,
     values: Sequence[FloatArray] | None = None,
-    group_advantages: Sequence[float] | None = None,
+    sample_advantages: Sequence[float] | None = None,
 ) -> StepAdvantages:
     """Advantages of every sample.
 
     Args:
         kl_coef: the present weight of the KL penalty in the reward.
-        logprobs, reference_logprobs, values: one [R] a sample. Values are needed for gae, reference log-probs for a KL
-            penalty.
-        group_advantages: for the estimators that compare the answers to one prompt, each sample's advantage.
+        logprobs, reference_logprobs, values: one [R] a sample. Values are needed for gae, log-probs and reference
+            log-probs for a KL penalty; without either of them the KL is not known.
+        sample_advantages: for the estimators that give all tokens of an answer the same one, each sample's.
 
     Raises:
-        ValueError: gae without values, or an estimator that compares answers without group advantages.
+        ValueError: gae without values, such an estimator without them, or a KL penalty without log-probs.
     """
     lengths = [len(s.response_ids) for s in samples]
     mask = torch.from_numpy(_joined([s.loss_mask for s in samples], np.bool_))
-    own = torch.from_numpy(_joined(logprobs, np.float32))
     penalty, kl = None, Moments(0, 0.0, 0.0)
-    if reference_logprobs is not None:
+    if reference_logprobs is not None and logprobs is not None:
+        own = torch.from_numpy(_joined(logprobs, np.float32))
         penalty = kl_estimate(config.kl_in_reward_kind, own, torch.from_numpy(_joined(reference_logprobs, np.float32)))
         kl = Moments.of(penalty, mask)
+    elif kl_coef != 0:
+        raise ValueError(f"a KL penalty of {kl_coef} needs the policy's and the reference's log-probs")
     penalties = [None] * len(samples) if penalty is None or kl_coef == 0 else penalty.split(lengths)
     masks = mask.split(lengths)
     rewards = [token_rewards(s.score, p, m, kl_coef) for s, p, m in zip(samples, penalties, masks, strict=True)]
@@ -73,9 +75,9 @@ def step_advantages(
         advantages = discounted_returns(flat_rewards, mask, lengths, config.gamma)
         return StepAdvantages(_cut(advantages, lengths), None, totals, kl, Moments.of(advantages, mask))
 
-    if group_advantages is None:
-        raise ValueError(f"{config.advantage} needs each sample's advantage within its group")
-    numbers = torch.tensor(group_advantages, dtype=torch.float32).repeat_interleave(
+    if sample_advantages is None:
+        raise ValueError(f"{config.advantage} needs each sample's advantage")
+    numbers = torch.tensor(sample_advantages, dtype=torch.float32).repeat_interleave(
         torch.tensor(lengths, dtype=torch.long)
     )
     advantages = torch.where(mask, numbers, 0.0)

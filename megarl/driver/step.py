@@ -11,9 +11,10 @@ from functools import reduce
 from operator import add
 from typing import Any
 
-from megarl.algorithms.advantages import GROUP_ADVANTAGES, Moments
+from megarl.algorithms.advantages import GROUP_ADVANTAGES, Moments, remax
 from megarl.algorithms.diagnostics import explained_variance
-from megarl.config import ActorConfig, BatchConfig, Config, CriticConfig, OffloadConfig
+from megarl.algorithms.entropy import EntropyController, FixedEntropyController
+from megarl.config import ActorConfig, AlgorithmConfig, Config, CriticConfig, OffloadConfig
 from megarl.data.schedule import StepSchedule, schedule_forward, schedule_step
 from megarl.driver.rollout import RolloutBatch
 from megarl.metrics import Stats, balance_metrics
@@ -46,19 +47,22 @@ class Learning:
     hidden_size: int
     total_steps: int
 
-    def optimizer_steps(self, batch: BatchConfig) -> int:
-        """Optimizer steps that one step of the loop makes."""
-        return -(-self.config.data.prompts_per_step // batch.mini_batch_prompts) * batch.epochs
-
 
 def learn(
-    learning: Learning, batch: RolloutBatch, step: int, kl_coef: float, optimizer_steps: dict[str, int], timer: Timer
+    learning: Learning,
+    batch: RolloutBatch,
+    step: int,
+    kl_coef: float,
+    optimizer_steps: dict[str, int],
+    timer: Timer,
+    entropy_controller: EntropyController | None = None,
 ) -> tuple[dict[str, float], Moments]:
     """Learn from a batch; returns metrics and the moments of the KL to the reference.
 
     Args:
         step: the number of this step, from 1.
-        optimizer_steps: of each role, done before; counted up here.
+        optimizer_steps: of each role, done before; counted up here, also by those that actor.target_kl leaves out.
+        entropy_controller: gives the weight of the entropy bonus; None: actor.entropy_coef.
     """
     config, group = learning.config, learning.group
     metrics: dict[str, float] = {}
@@ -67,14 +71,14 @@ def learn(
         assignments: dict[str, Sequence[Sequence[int]]] = {role: s.assignment for role, s in schedules.items()}
         if "reference" in config.roles():
             assignments["reference"] = _reference_assignment(learning, batch)
-        group.begin_step(batch.handles, assignments)
+        metrics |= group.begin_step(batch.handles, assignments)
     metrics |= balance_metrics(
         batch.lengths, [sum(batch.lengths[i] for i in part) for part in assignments["actor"]], len(assignments["actor"])
     )
 
     outputs: dict[str, list[ForwardResult]] = {}
     for role, stage in (("actor", "old_log_prob"), ("reference", "ref"), ("critic", "values")):
-        if role in assignments:
+        if role in assignments and not (role == "actor" and config.skips_old_logprobs):
             with timer(stage), resident(group, role, config, training=False):
                 outputs[role] = group.forward(role, _forward_batches(learning, role, assignments[role], batch))
     metrics |= _forward_metrics(outputs)
@@ -86,8 +90,12 @@ def learn(
         with timer("update_critic"), resident(group, "critic", config, training=True):
             metrics |= _update(learning, "critic", schedules["critic"], batch, optimizer_steps)
     if step > config.run.critic_warmup:
+        controller = entropy_controller or FixedEntropyController(config.actor.entropy_coef)
+        entropy_coef = controller.bonus(metrics.get("actor/entropy"))
+        if config.actor.entropy_target is not None:
+            metrics["actor/entropy_coef"] = entropy_coef
         with timer("update_actor"), resident(group, "actor", config, training=True, parameters_stay=True):
-            metrics |= _update(learning, "actor", schedules["actor"], batch, optimizer_steps)
+            metrics |= _update(learning, "actor", schedules["actor"], batch, optimizer_steps, entropy_coef)
     return metrics, kl
 
 
@@ -183,15 +191,16 @@ def _forward_batches(
 
 def _forward_metrics(outputs: dict[str, list[ForwardResult]]) -> dict[str, float]:
     metrics: dict[str, float] = {}
-    actor = outputs["actor"]
-    entropy = reduce(add, [r.entropy for r in actor if r.entropy is not None])
-    mismatch = reduce(add, [r.mismatch for r in actor if r.mismatch is not None])
-    difference = reduce(add, [r.logprob_difference for r in actor if r.logprob_difference is not None])
-    metrics["actor/entropy"] = entropy.mean
-    metrics["training/rollout_probs_diff_mean"] = mismatch.mean
-    metrics["training/rollout_probs_diff_max"] = mismatch.max
-    metrics["training/rollout_probs_diff_std"] = mismatch.std
-    metrics["training/rollout_logprobs_abs_diff_mean"] = difference.total / max(difference.count, 1)
+    if "actor" in outputs:
+        actor = outputs["actor"]
+        entropy = reduce(add, [r.entropy for r in actor if r.entropy is not None])
+        mismatch = reduce(add, [r.mismatch for r in actor if r.mismatch is not None])
+        difference = reduce(add, [r.logprob_difference for r in actor if r.logprob_difference is not None])
+        metrics["actor/entropy"] = entropy.mean
+        metrics["training/rollout_probs_diff_mean"] = mismatch.mean
+        metrics["training/rollout_probs_diff_max"] = mismatch.max
+        metrics["training/rollout_probs_diff_std"] = mismatch.std
+        metrics["training/rollout_logprobs_abs_diff_mean"] = difference.total / max(difference.count, 1)
     if "critic" in outputs:
         metrics |= reduce(add, [r.stats for r in outputs["critic"] if r.stats is not None]).named("critic/values")
     return metrics
@@ -211,11 +220,7 @@ def _advantages(
     for role, name in (("critic", "values"), ("reference", "reference_logprobs")):
         if role in outputs:
             group.receive("actor", name, indices, [r.values for r in outputs[role]])
-    per_sample = None
-    if config.algorithm.advantage in GROUP_ADVANTAGES:
-        groups, lengths = [info.group for info in batch.infos], [info.num_loss_tokens for info in batch.infos]
-        estimator = GROUP_ADVANTAGES[config.algorithm.advantage]
-        per_sample = estimator(batch.scores, groups, lengths, config.algorithm.normalise_by_std)
+    per_sample = _sample_advantages(config.algorithm, batch)
     given = [None if per_sample is None else [per_sample[i] for i in part] for part in indices]
     results = group.advantages(indices, kl_coef, given)
     moments, kl = reduce(add, [r.moments for r in results]), reduce(add, [r.kl for r in results])
@@ -241,22 +246,46 @@ def _advantages(
     return kl, metrics
 
 
+def _sample_advantages(config: AlgorithmConfig, batch: RolloutBatch) -> list[float] | None:
+    """One advantage an answer, from the scores alone; None: each token has its own, which the ranks compute."""
+    infos = batch.infos
+    if config.advantage == "remax":
+        missing = [info.uid for info in infos if info.baseline is None]
+        if missing:
+            raise ValueError(
+                f"remax needs the score of a greedy answer to each prompt, but {len(missing)} of {len(infos)} answers "
+                f"have none, the first is {missing[0]}"
+            )
+        return remax(batch.scores, [info.baseline for info in infos if info.baseline is not None])
+    if config.advantage not in GROUP_ADVANTAGES:
+        return None
+    groups, lengths = [info.group for info in infos], [info.num_loss_tokens for info in infos]
+    return GROUP_ADVANTAGES[config.advantage](batch.scores, groups, lengths, config.normalise_by_std)
+
+
 def _update(
-    learning: Learning, role: str, schedule: StepSchedule, batch: RolloutBatch, optimizer_steps: dict[str, int]
+    learning: Learning,
+    role: str,
+    schedule: StepSchedule,
+    batch: RolloutBatch,
+    optimizer_steps: dict[str, int],
+    entropy_coef: float = 0.0,
 ) -> dict[str, float]:
-    own = _trained(learning.config, role).batch
+    config, own = learning.config, _trained(learning.config, role).batch
+    if role == "actor" and config.skips_old_logprobs and not config.algorithm.correction.bypass:
+        assert len(schedule.mini_batches) == 1, "with more, the log-probs before the update are not those in it"
     denominators = []
     for ranks in schedule.mini_batches:
         counts = [batch.infos[i].num_loss_tokens for bins in ranks for indices in bins for i in indices]
         denominators.append((sum(counts), sum(count > 0 for count in counts)))
-    per_step = learning.optimizer_steps(own)
+    per_step = config.optimizer_steps(own)
     plans = [
         UpdatePlan(
             mini_batches=[ranks[data] for ranks in schedule.mini_batches],
             denominators=denominators,
             first_step=optimizer_steps[role],
-            total_steps=per_step
-            * (learning.total_steps - (learning.config.run.critic_warmup if role == "actor" else 0)),
+            total_steps=per_step * (learning.total_steps - (config.run.critic_warmup if role == "actor" else 0)),
+            entropy_coef=entropy_coef,
         )
         for data in range(learning.group.grids[role].data_parallel_size)
     ]

@@ -20,32 +20,37 @@ from megarl.engines.megatron import LossFunction, TokenBatch, TokenOutputs
 Sums = dict[str, torch.Tensor]
 
 
-def policy_objective(config: ActorConfig, context: dist.ProcessGroup | None = None) -> LossFunction:
+def policy_objective(
+    config: ActorConfig, context: dist.ProcessGroup | None = None, entropy_coef: float | None = None
+) -> LossFunction:
     """The policy loss that the config names, less the entropy bonus, plus the KL to the reference where the config asks
     for it.
 
-    Per token: old_logprobs, advantages, loss_weight, token_weight; reference_logprobs for the KL; importance_weights,
-    where given, multiply the policy loss alone; for gspo also sequence, the number of the token's sequence in the
-    micro-batch, counted from 0.
+    Per token: advantages, loss_weight, token_weight; old_logprobs, for which the present ones serve where they are not
+    given; reference_logprobs for the KL; importance_weights, where given, multiply the policy loss alone; for gspo also
+    sequence, the number of the token's sequence in the micro-batch, counted from 0.
 
     Args:
         context: the context-parallel ranks, over which gspo adds up sequences; None: this rank has them whole. With it
             every rank of the group must come here for every micro-batch, in the same order.
+        entropy_coef: the bonus's weight; None: the config's.
     """
     options = _loss_options(config)
+    bonus = config.entropy_coef if entropy_coef is None else entropy_coef
 
     def objective(outputs: TokenOutputs, batch: TokenBatch) -> tuple[torch.Tensor, Sums]:
         assert outputs.logprobs is not None, "the actor's engine gives log-probs"
         given, mask = _counted(batch), batch.mask
         weight, token_weight = given["loss_weight"], given["token_weight"]
         logprobs = torch.where(mask, outputs.logprobs, 0.0)
+        old_logprobs = given["old_logprobs"] if "old_logprobs" in given else logprobs.detach()
         whole = {}
         if config.policy_loss == "gspo":
-            log_ratio = (logprobs - given["old_logprobs"]).detach()
+            log_ratio = (logprobs - old_logprobs).detach()
             whole["sequence_log_ratio"] = _sequence_means(log_ratio, mask, given["sequence"], context)
         policy = POLICY_LOSSES[config.policy_loss](
             logprobs,
-            given["old_logprobs"],
+            old_logprobs,
             given["advantages"],
             importance_weights=given.get("importance_weights"),
             **options,
@@ -61,7 +66,7 @@ def policy_objective(config: ActorConfig, context: dist.ProcessGroup | None = No
         if outputs.entropy is not None:
             entropy = torch.where(mask, outputs.entropy, 0.0)
             sums["actor/entropy_in_update"] = (entropy.detach() * token_weight).sum()
-            loss = loss - config.entropy_coef * (entropy * weight).sum()
+            loss = loss - bonus * (entropy * weight).sum()
         if config.kl_loss_coef > 0:
             kl = kl_estimate(config.kl_loss_kind, logprobs, given["reference_logprobs"])
             sums["actor/kl_loss"] = (kl.detach() * token_weight).sum()

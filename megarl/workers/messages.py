@@ -63,6 +63,8 @@ class UpdatePlan:
     first_step: int
     """Optimizer steps done before."""
     total_steps: int
+    entropy_coef: float = 0.0
+    """The actor's: weight of the entropy bonus in this step."""
 
 
 def limits(batch: BatchConfig, context: int, forward: bool) -> dict[str, int]:

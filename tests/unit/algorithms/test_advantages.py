@@ -20,6 +20,7 @@ from megarl.algorithms.advantages import (
     grpo,
     grpo_passk,
     opo,
+    remax,
     rloo,
     token_rewards,
     whiten,
@@ -273,6 +274,41 @@ class TestGroups:
             assert function([], [], [], True) == []
         with pytest.raises(ValueError, match="2 scores but 1 lengths"):
             opo([1.0, 2.0], ["a", "a"], [1])
+
+
+class TestReMax:
+    def test_worked_by_hand(self) -> None:
+        """Two prompts whose greedy answers scored 1 and 0.25; the answers of one may lie anywhere."""
+        assert remax([1.0, 0.0, 0.0, 2.0], [1.0, 0.25, 1.0, 0.25]) == [0.0, -0.25, -1.0, 1.75]
+        assert remax([], []) == []
+
+    def test_one_answer_is_compared_too(self) -> None:
+        """No other answer to the prompt is looked at: what an answer gets is the same alone and among others."""
+        alone = [remax([score], [0.5]) for score in (0.0, 0.5, 1.0)]
+        assert alone == [[-0.5], [0.0], [0.5]]
+        assert remax([0.0, 0.5, 1.0], [0.5] * 3) == [-0.5, 0.0, 0.5]
+
+    @given(
+        st.lists(st.floats(-3.0, 3.0), min_size=3, max_size=3), st.lists(st.floats(-5.0, 5.0), min_size=3, max_size=3)
+    )
+    def test_the_policy_gradient_is_the_same_in_expectation(self, logits: list[float], scores: list[float]) -> None:
+        """Exactly, over the three answers that there are: sum of p (r - b) grad log p is that of p r grad log p."""
+        theta = torch.tensor(logits, dtype=torch.float64, requires_grad=True)
+        log_p = theta.log_softmax(0)
+        greedy = scores[int(theta.argmax())]
+        gradients = []
+        for advantages in (scores, remax(scores, [greedy] * 3)):
+            weights = log_p.exp().detach() * torch.tensor(advantages, dtype=torch.float64)
+            gradients.append(torch.autograd.grad((weights * log_p).sum(), theta, retain_graph=True)[0])
+        torch.testing.assert_close(gradients[0], gradients[1], atol=1e-12, rtol=0)
+
+    def test_wrong_arguments_are_refused(self) -> None:
+        with pytest.raises(ValueError, match="2 scores but 1 baselines"):
+            remax([1.0, 2.0], [1.0])
+        with pytest.raises(ValueError, match=r"answer 1 is nan, of the greedy answer 2\.0"):
+            remax([1.0, math.nan], [1.0, 2.0])
+        with pytest.raises(ValueError, match=r"answer 0 is 1\.0, of the greedy answer inf"):
+            remax([1.0], [math.inf])
 
 
 class TestWhitening:

@@ -89,6 +89,21 @@ def test_the_straight_through_forms_have_the_gradient_of_k2(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["k1+", "k3+"])
+def test_gradcheck_of_the_straight_through_forms(kind: str) -> None:
+    """Their gradient is the numerical one of (log p - log q)^2 / 2, also beyond the clamps of k3."""
+    logprobs = torch.tensor([-1.0, -2.0, -0.5, -30.0], dtype=torch.float64, requires_grad=True)
+    reference = torch.tensor([-1.3, -1.1, -9.5, -0.1], dtype=torch.float64)
+
+    def square(x: torch.Tensor) -> torch.Tensor:
+        return (x - reference) ** 2 / 2
+
+    assert torch.autograd.gradcheck(square, (logprobs,))
+    (found,) = torch.autograd.grad(kl_estimate(kind, logprobs, reference).sum(), logprobs)
+    (wanted,) = torch.autograd.grad(square(logprobs).sum(), logprobs)
+    torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("kind", ["k1+", "k3+"])
 def test_the_straight_through_forms_are_unbiased_in_value_and_gradient(kind: str) -> None:
     """Exact expectations over a vocabulary of three; the sampling probabilities are constants, as in a batch."""
     logits = torch.tensor([0.3, -0.2, 0.1], dtype=torch.float64, requires_grad=True)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -156,8 +157,39 @@ def loss_of(name: str, logprobs: Tensor, old: Tensor, advantages: Tensor, weight
     return POLICY_LOSSES[name](logprobs, old, advantages, importance_weights=weights, **OPTIONS[name], **whole)
 
 
+def with_constants_held(name: str, at: Tensor, old: Tensor, advantages: Tensor) -> Callable[[Tensor], Tensor]:
+    """The loss as a function whose numerical derivative is its gradient: what it stops the gradient of is held as it is
+    at the point `at`. ppo, sapo and gpg stop nothing."""
+    if name == "gspo":
+        ratio = (at - old).mean().exp()
+
+        def held(x: Tensor) -> Tensor:
+            own = ratio * (x - at).exp()
+            return torch.maximum(-advantages * own, -advantages * own.clamp(0.8, 1.3))
+
+        return held
+    if name == "cispo":
+        weight = (at - old).exp().clamp(0.0, 1.3)
+        return lambda x: -weight * advantages * x
+    return lambda x: loss_of(name, x, old, advantages).loss
+
+
 @pytest.mark.parametrize("name", POLICY_LOSSES)
 class TestEveryPolicyLoss:
+    @pytest.mark.parametrize("shift", [-0.5, 0.0, 0.5])
+    def test_gradcheck(self, name: str, shift: float) -> None:
+        """With and without importance weights, on both sides of every clip, for both signs of A."""
+        old = torch.linspace(-3.0, -1.0, 8, dtype=torch.float64)
+        logprobs = (old + shift + double(0.05, 0.9, -0.9, 0.1, 0.05, 0.9, -0.9, 2.0)).requires_grad_()
+        advantages, weights = double(1.0, 1.0, 0.5, 0.0, -1.0, -1.0, -0.3, -1.0), double(1, 0.5, 2, 1, 0, 1, 3, 1)
+        held = with_constants_held(name, logprobs.detach().clone(), old, advantages)  # gradcheck writes in place
+        for factor in (None, weights):
+            scale = 1.0 if factor is None else factor
+            assert torch.autograd.gradcheck(lambda x, scale=scale: scale * held(x), (logprobs,))
+            found, wanted = loss_of(name, logprobs, old, advantages, factor).loss, scale * held(logprobs)
+            torch.testing.assert_close(found, wanted)
+            assert gradient(found, logprobs) == pytest.approx(gradient(wanted, logprobs), abs=1e-12)
+
     def test_on_policy_it_is_the_policy_gradient(self, name: str) -> None:
         """-A for each token: at ratio 1 nothing is clipped, and every weight is 1."""
         logprobs = double(-1.0, -2.0, -0.5).requires_grad_()

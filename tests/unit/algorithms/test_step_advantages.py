@@ -95,10 +95,10 @@ def test_reinforce_pp_by_hand() -> None:
     assert found.kl == Moments(2, -0.5, 1.25)
 
 
-@pytest.mark.parametrize("advantage", list(GROUP_ADVANTAGES))
-def test_group_advantages_lie_on_loss_tokens_only(advantage: str) -> None:
+@pytest.mark.parametrize("advantage", [*GROUP_ADVANTAGES, "remax"])
+def test_advantages_of_whole_answers_lie_on_loss_tokens_only(advantage: str) -> None:
     config = AlgorithmConfig(advantage=advantage)  # type: ignore[arg-type]
-    found = step_advantages(config, 0.0, SAMPLES, random_arrays(1), group_advantages=[0.5, -2.0, 9.0, 4.0])
+    found = step_advantages(config, 0.0, SAMPLES, random_arrays(1), sample_advantages=[0.5, -2.0, 9.0, 4.0])
     assert [a.tolist() for a in found.advantages] == [[0.5] * 3, [-2.0, 0, 0, -2.0, -2.0], [0, 0], [4.0]]
     assert found.returns is None
     assert found.moments == Moments(7, 1.5 - 6.0 + 4.0, 0.75 + 12.0 + 16.0)
@@ -110,8 +110,24 @@ def test_group_advantages_lie_on_loss_tokens_only(advantage: str) -> None:
 def test_what_an_estimator_needs_must_be_there() -> None:
     with pytest.raises(ValueError, match="gae needs the critic's values"):
         step_advantages(GAE, 0.0, SAMPLES, random_arrays(1))
-    with pytest.raises(ValueError, match="rloo needs each sample's advantage within its group"):
-        step_advantages(AlgorithmConfig(advantage="rloo"), 0.0, SAMPLES, random_arrays(1))
+    for name in ("rloo", "remax"):
+        with pytest.raises(ValueError, match=f"{name} needs each sample's advantage"):
+            step_advantages(AlgorithmConfig(advantage=name), 0.0, SAMPLES, random_arrays(1))  # type: ignore[arg-type]
+    for logprobs, reference in ((None, random_arrays(2)), (random_arrays(1), None)):
+        with pytest.raises(ValueError, match=r"a KL penalty of 0\.25 needs the policy's and the reference's log-probs"):
+            step_advantages(GAE, 0.25, SAMPLES, logprobs, reference, random_arrays(3))
+
+
+def test_log_probs_that_nobody_computed_are_not_missed() -> None:
+    """Without a KL in the reward they only measure it: all else is as with them."""
+    values, reference = random_arrays(3), random_arrays(2)
+    known = step_advantages(GAE, 0.0, SAMPLES, random_arrays(1), reference, values)
+    unknown = step_advantages(GAE, 0.0, SAMPLES, None, reference, values)
+    for one, other in zip(known.advantages, unknown.advantages, strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert (known.kl.count, unknown.kl) == (7, Moments(0, 0.0, 0.0))
+    assert unknown.rewards.tolist() == known.rewards.tolist()
+    assert unknown.moments == known.moments
 
 
 WHITENED = [GAE, AlgorithmConfig(advantage="reinforce_pp"), AlgorithmConfig(advantage="reinforce_pp_baseline")]

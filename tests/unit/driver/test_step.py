@@ -13,6 +13,7 @@ from megarl import config
 from megarl.algorithms.advantages import Moments
 from megarl.algorithms.correction import CorrectionFigures
 from megarl.algorithms.diagnostics import Mismatch
+from megarl.algorithms.entropy import AdaptiveEntropyController, EntropyController
 from megarl.config import Config
 from megarl.driver import step as step_module
 from megarl.driver.rollout import RolloutBatch
@@ -44,8 +45,9 @@ class FakeGroup:
     def call(self, stage: str, method: str, *arguments: Any) -> None:
         self.calls.append((method, *arguments))
 
-    def begin_step(self, handles: Any, assignments: Any) -> None:
+    def begin_step(self, handles: Any, assignments: Any) -> dict[str, float]:
         self.calls.append(("begin_step", handles, assignments))
+        return {"perf/gpu_used_asleep_gb": 1.5}
 
     def forward(self, role: str, micro_batches: Sequence[Any]) -> list[ForwardResult]:
         self.calls.append(("forward", role, micro_batches))
@@ -100,6 +102,10 @@ def made_config(**sections: Any) -> Config:
 
 
 def made_batch() -> RolloutBatch:
+    return RolloutBatch(made_groups())
+
+
+def made_groups() -> list[Group]:
     """Four prompts with two answers each; sample i has i loss tokens of i + 1, so that sample 0 has none."""
     groups = []
     for prompt in range(4):
@@ -108,15 +114,20 @@ def made_batch() -> RolloutBatch:
             for k, i in enumerate((2 * prompt, 2 * prompt + 1))
         ]
         groups.append(Group(tuple(infos), f"samples of {prompt}"))
-    return RolloutBatch(groups)
+    return groups
 
 
 def run(
-    made: Config, step: int = 1, kl_coef: float = 0.0
+    made: Config,
+    step: int = 1,
+    kl_coef: float = 0.0,
+    batch: RolloutBatch | None = None,
+    timer: Timer | None = None,
+    entropy: EntropyController | None = None,
 ) -> tuple[FakeGroup, dict[str, float], Moments, dict[str, int]]:
     group, counts = FakeGroup(made), {"actor": 5, "critic": 7}
     learning = Learning(made, group, hidden_size=16, total_steps=10)  # type: ignore[arg-type]
-    metrics, kl = learn(learning, made_batch(), step, kl_coef, counts, Timer())
+    metrics, kl = learn(learning, batch or made_batch(), step, kl_coef, counts, timer or Timer(), entropy)
     return group, metrics, kl, counts
 
 
@@ -210,6 +221,92 @@ def test_group_advantages_follow_their_samples_to_their_ranks() -> None:
     assert group.of("whiten") == [(None,)]
     assert [role for role, _ in group.of("forward")] == ["actor"]
     assert "critic/vf_explained_var" not in metrics
+
+
+def test_remax_compares_with_the_greedy_answer_to_the_same_prompt() -> None:
+    """Prompt p's greedy answer scored p / 4; its two answers scored 0 and 1."""
+    groups = [
+        replace(group, infos=tuple(replace(info, baseline=prompt / 4) for info in group.infos))
+        for prompt, group in enumerate(made_groups())
+    ]
+    made = made_config(algorithm={"advantage": "remax"})
+    assert made.needs_greedy_baseline
+    group, metrics, _, _ = run(made, batch=RolloutBatch(groups))
+    ((indices, _, given),) = group.of("advantages")
+    assert given == [[i % 2 - (i // 2) / 4 for i in part] for part in indices]
+    assert [role for role, _ in group.of("forward")] == ["actor"]
+    assert group.of("whiten") == [(None,)]
+    assert "critic/vf_explained_var" not in metrics
+    groups[2] = made_groups()[2]
+    with pytest.raises(ValueError, match="2 of 8 answers have none, the first is 0-2/0"):
+        run(made, batch=RolloutBatch(groups))
+
+
+# ------------------------------------------------------------------------------------------------ the actor's pass
+
+OF_THE_ACTORS_PASS = (
+    "actor/entropy",
+    "training/rollout_probs_diff_mean",
+    "training/rollout_probs_diff_max",
+    "training/rollout_probs_diff_std",
+    "training/rollout_logprobs_abs_diff_mean",
+)
+ONE_STEP: dict[str, Any] = {"batch": {"mini_batch_prompts": 4}, "skip_old_logprobs": "auto"}
+
+
+@pytest.mark.parametrize(
+    ("sections", "skips"),
+    [
+        ({}, False),
+        ({"actor": {"batch": {"mini_batch_prompts": 4}}}, False),  # never skips unless asked to
+        ({"actor": ONE_STEP}, True),
+        ({"actor": {**ONE_STEP, "kl_loss_coef": 0.1}}, True),
+        ({"actor": {**ONE_STEP, "batch": {"mini_batch_prompts": 2}}}, False),  # two optimizer steps
+        ({"actor": {**ONE_STEP, "batch": {"mini_batch_prompts": 4, "epochs": 2}}}, False),
+        ({"actor": ONE_STEP, "algorithm": {"kl_in_reward_coef": 0.1}}, False),  # the KL looks at them
+        ({"actor": ONE_STEP, "algorithm": {"correction": {"weights": "token"}}}, False),
+        ({"actor": {**ONE_STEP, "entropy_target": 0.2}}, False),
+        ({"algorithm": {"correction": {"bypass": True}}}, True),
+        ({"algorithm": {"correction": {"bypass": True}, "kl_in_reward_coef": 0.1}}, True),  # the KL takes the rollout's
+    ],
+)
+def test_the_actors_pass_is_left_out_where_nobody_looks_at_it(sections: dict[str, Any], skips: bool) -> None:
+    made, timer = made_config(**sections), Timer()
+    assert made.skips_old_logprobs == skips
+    group, metrics, _, counts = run(made, timer=timer, kl_coef=made.algorithm.kl_in_reward_coef)
+    passes = ["actor"] * (not skips) + ["reference"] * made.needs_reference + ["critic"]
+    assert [role for role, _ in group.of("forward")] == passes
+    assert ("old_log_prob" in timer.seconds) == (not skips)
+    assert [name in metrics for name in OF_THE_ACTORS_PASS] == [not skips] * 5
+    assert "critic/values/mean" in metrics
+    assert [role for role, _ in group.of("update")] == ["critic", "actor"]
+    assert counts["actor"] == 5 + made.optimizer_steps(made.actor.batch)
+
+
+def test_more_optimizer_steps_than_the_config_has_would_need_the_pass() -> None:
+    """Eight prompts where the configuration has four make two mini-batches: the second is not on-policy."""
+    double = RolloutBatch([*made_groups(), *made_groups()])
+    with pytest.raises(AssertionError, match="log-probs before the update are not those in it"):
+        run(made_config(actor=ONE_STEP), batch=double)
+
+
+# ------------------------------------------------------------------------------------------------ entropy
+
+
+def test_the_entropy_bonus_is_the_configs_or_the_controllers() -> None:
+    """The entropy before the update is 1.5 in the fake group: a bonus is in force with a target of 1.5 or more."""
+    fixed = made_config(actor={"entropy_coef": 0.25, "batch": {"mini_batch_prompts": 2}})
+    group, metrics, _, _ = run(fixed)
+    assert {plan.entropy_coef for plan in dict(group.of("update"))["actor"]} == {0.25}
+    assert "actor/entropy_coef" not in metrics
+    for target, expected in ((1.4, 0.0), (1.5, 0.125), (1.6, 0.125)):
+        batch, parallel = {"mini_batch_prompts": 2}, {"tensor": 2}
+        made = made_config(actor={"entropy_target": target, "batch": batch, "parallel": parallel})
+        group, metrics, _, _ = run(made, entropy=AdaptiveEntropyController(0.125, target, 0.01))
+        plans = dict(group.of("update"))
+        assert {plan.entropy_coef for plan in plans["actor"]} == {expected}
+        assert {plan.entropy_coef for plan in plans["critic"]} == {0.0}
+        assert metrics["actor/entropy_coef"] == expected
 
 
 def test_each_estimator_gets_the_options_it_looks_at() -> None:

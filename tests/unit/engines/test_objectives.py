@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from megarl.algorithms.kl import KL_ESTIMATORS
+from megarl.algorithms.losses import POLICY_LOSSES
 from megarl.config import ActorConfig, CriticConfig
 from megarl.engines.megatron import TokenBatch, TokenOutputs
 from megarl.engines.objectives import policy_objective, value_objective
@@ -42,16 +44,20 @@ def add(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]) -
     return {name: first[name] + second[name] for name in first}
 
 
-@pytest.mark.parametrize("name", ["ppo", "gspo", "cispo", "sapo", "gpg", "critic"])
-def test_two_micro_batches_add_up_to_one(name: Any) -> None:
-    """Loss, metrics and gradient; three sequences, the cut is between the first and the second."""
+@pytest.mark.parametrize("kind", KL_ESTIMATORS)
+@pytest.mark.parametrize("name", [*POLICY_LOSSES, "critic"])
+def test_two_micro_batches_add_up_to_one(name: Any, kind: Any) -> None:
+    """Loss, metrics and gradient; three sequences, the cut is between the first and the second. Of the actor's losses
+    each with each KL; without old log-probs for k2."""
     role = "critic" if name == "critic" else "actor"
     batch = random_batch(40, *(POLICY if role == "actor" else VALUE))
     batch.per_token["sequence"] = torch.tensor([0.0] * 13 + [1.0] * 20 + [2.0] * 7)
     objective = value_objective(CriticConfig())
     if role == "actor":
         batch.per_token["importance_weights"] = torch.rand(40, generator=torch.Generator().manual_seed(6))
-        objective = policy_objective(replace(ACTOR, policy_loss=name))
+        objective = policy_objective(replace(ACTOR, policy_loss=name, kl_loss_kind=kind))
+        if kind == "k2":
+            del batch.per_token["old_logprobs"]
     own = torch.randn(40, generator=torch.Generator().manual_seed(4)).requires_grad_()
     entropy = torch.rand(40, generator=torch.Generator().manual_seed(5)).requires_grad_()
 
@@ -69,6 +75,58 @@ def test_two_micro_batches_add_up_to_one(name: Any) -> None:
     torch.testing.assert_close(own.grad, whole)
     assert whole is not None
     assert whole.count_nonzero() > 10
+
+
+@pytest.mark.parametrize("kind", ["k1", "abs", "k2", "k3"])
+@pytest.mark.parametrize("name", ["ppo", "sapo", "gpg"])
+def test_gradcheck_of_the_whole_objective(name: Any, kind: Any) -> None:
+    """Policy loss, entropy bonus and KL, weighted and summed, in float64. The losses and kinds that hold something
+    constant are checked by themselves (tests of losses.py and kl.py)."""
+    batch = random_batch(12, *POLICY)
+    batch = TokenBatch(batch.mask, {name: values.double() for name, values in batch.per_token.items()})
+    objective = policy_objective(replace(ACTOR, policy_loss=name, kl_loss_kind=kind), entropy_coef=0.3)
+    own, entropy = (torch.randn(12, generator=torch.Generator().manual_seed(seed)).double() for seed in (4, 5))
+    inputs = (own.requires_grad_(), entropy.requires_grad_())
+    assert torch.autograd.gradcheck(lambda x, y: objective(TokenOutputs(x, y), batch)[0], inputs)
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_gradcheck_of_the_value_objective(clip: float | None) -> None:
+    batch = random_batch(12, *VALUE)
+    batch = TokenBatch(batch.mask, {name: values.double() for name, values in batch.per_token.items()})
+    objective = value_objective(CriticConfig(value_clip=clip))
+    values = torch.randn(12, generator=torch.Generator().manual_seed(4)).double().requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: objective(TokenOutputs(values=x), batch)[0], (values,))
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_without_old_logprobs_the_present_ones_serve(name: Any) -> None:
+    """Value, figures and gradient are those with old log-probs that equal the present ones; ratio 1, so no KL and no
+    clip, and the gradient is -A times the token's weight."""
+    given = random_batch(20, "advantages")
+    given.per_token["sequence"] = torch.tensor([0.0] * 8 + [1.0] * 12)
+    logprobs = torch.randn(20, generator=torch.Generator().manual_seed(4)).requires_grad_()
+    objective = policy_objective(ActorConfig(policy_loss=name))
+    loss, sums = objective(TokenOutputs(logprobs), given)
+    with_old = TokenBatch(given.mask, {**given.per_token, "old_logprobs": logprobs.detach()})
+    same_loss, same_sums = objective(TokenOutputs(logprobs), with_old)
+    assert loss.item() == same_loss.item()
+    assert {name: float(value) for name, value in sums.items()} == {name: float(v) for name, v in same_sums.items()}
+    assert (float(sums["actor/ppo_kl"]), float(sums["actor/pg_clipfrac"])) == (0.0, 0.0)
+    (grad,) = torch.autograd.grad(loss, logprobs)
+    wanted = -given.per_token["advantages"] * given.per_token["loss_weight"]
+    torch.testing.assert_close(grad, torch.where(given.mask, wanted, 0.0))
+
+
+def test_the_weight_of_the_entropy_bonus_may_be_given() -> None:
+    """Policy -1, entropy 3, at weight 1: less 0.5 x 3, less nothing, or (none given) less the config's 0.1 x 3."""
+    given = token_batch([True], old_logprobs=[-1.0], advantages=[1.0], loss_weight=[1.0], token_weight=[1.0])
+    outputs = TokenOutputs(torch.tensor([-1.0]), torch.tensor([3.0]))
+    losses = {
+        coef: float(policy_objective(ActorConfig(entropy_coef=0.1), entropy_coef=coef)(outputs, given)[0])
+        for coef in (0.5, 0.0, None)
+    }
+    assert losses == pytest.approx({0.5: -2.5, 0.0: -1.0, None: -1.3})
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

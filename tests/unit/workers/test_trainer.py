@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from megarl import config
 from megarl.algorithms.advantages import Moments
@@ -67,13 +68,16 @@ def object_store(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trainer.ray, "get", lambda refs: refs)
 
 
-def worker(rank: int = 0, results: list[StepResult] | None = None, **sections: Any) -> TrainerWorker:
-    """A rank of two data-parallel ranks, holding samples 0 to 3."""
+def worker(
+    rank: int = 0, results: list[StepResult] | None = None, num_ranks: int = 1, **sections: Any
+) -> TrainerWorker:
+    """A rank of two data-parallel ranks, holding samples 0 to 3. It asks others only if num_ranks is above 1."""
     made = TrainerWorker()
     made.config = config.build(
         {"model": {"create": {}}, "data": {"create": {}}, "cluster": {"gpus_per_node": 2}, **sections}
     )
     made.rank, made.skipped_in_a_row = rank, {}
+    made.num_ranks = num_ranks
     engine = Engine(results or [])
     made.engines = dict.fromkeys(made.config.roles(), engine)  # type: ignore[misc]
     made.grids = {role: RankGrid(2, parallel) for role, parallel in made.config.roles().items()}
@@ -208,16 +212,73 @@ def test_updates_skipped_in_a_row_stop_the_run_and_one_applied_between_starts_th
         made.update("actor", UpdatePlan([[[i]] for i in range(4)], [(4, 1)] * 4, first_step=10, total_steps=100))
 
 
+def far(policy_kls: list[float], target: float | None, num_ranks: int = 1) -> tuple[dict[str, float], list[Any]]:
+    """Metrics and optimizer steps of an update whose steps see these KLs; two mini-batches an epoch."""
+    actor = {"target_kl": target, "optimizer": {"lr": 1.0, "warmup_steps": 8}, "batch": {"epochs": 2}}
+    results = [StepResult({"actor/ppo_kl": kl}, 1.0, True) for kl in policy_kls]
+    made = worker(results=results, num_ranks=num_ranks, actor=actor, algorithm={"advantage": "grpo"}, **GROUPED)
+    for name in ("old_logprobs", "advantages"):
+        made.store.put(name, {i: np.zeros(len(mask), np.float32) for i, mask in enumerate(MASKS)})
+    metrics = made.update("actor", UpdatePlan([[[0], [1]], [[3, 2]]], [(4, 2), (5, 2)], 4, 100))
+    return metrics, made.engines["actor"].steps  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("policy_kls", "made", "stopped"),
+    [
+        ([0.0, 0.01, 0.0149, 0.0], 4, 0.0),  # 1.5 x 0.01 = 0.015 is nowhere exceeded
+        ([0.0, 0.0151, 0.0, 0.0], 2, 1.0),  # the second mini-batch of the first epoch
+        ([0.0, 0.0, 0.02, 0.0], 3, 1.0),  # the first of the second epoch
+        ([0.1, 0.0, 0.0, 0.0], 1, 1.0),
+        ([0.0, 0.0, 0.0, 0.1], 4, 0.0),  # there was none left to stop
+        ([0.0, -0.1, 0.0, 0.0], 4, 0.0),
+        ([0.0, float("nan"), 0.0, 0.0], 4, 0.0),
+    ],
+)
+def test_an_update_ends_once_the_policy_has_gone_far(policy_kls: list[float], made: int, stopped: float) -> None:
+    """Step k (from 0) has the learning rate (4 + k + 1) / 8, whatever was stopped; metrics are of the steps made."""
+    metrics, steps = far(policy_kls, 0.01)
+    assert [lr for _, lr, _ in steps] == [5 / 8, 6 / 8, 7 / 8, 1.0][:made]
+    assert (metrics["actor/optimizer_steps"], metrics["actor/stopped_early"]) == (made, stopped)
+    assert metrics["actor/ppo_kl"] == pytest.approx(np.mean(policy_kls[:made]), nan_ok=True)
+    assert metrics["actor/lr"] == pytest.approx(np.mean([5 / 8, 6 / 8, 7 / 8, 1.0][:made]))
+
+
+def test_without_a_target_nothing_ends_an_update() -> None:
+    metrics, steps = far([0.0, 9.0, 9.0, 9.0], None)
+    assert len(steps) == 4
+    assert not {"actor/optimizer_steps", "actor/stopped_early"} & metrics.keys()
+
+
+@pytest.mark.parametrize(("others", "made"), [(0.0, 4), (1.0, 2)])
+def test_ranks_end_an_update_together(others: float, made: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another rank's sum, added in another order, may lie on the other side of the bound: if any has gone too far, all
+    end; this one never has. Every rank asks after every step."""
+    asked: list[float] = []
+
+    def all_reduce(flag: torch.Tensor, op: Any) -> None:
+        assert op == torch.distributed.ReduceOp.MAX
+        asked.append(float(flag))
+        flag.clamp_(min=others if len(asked) == 2 else 0.0)
+
+    monkeypatch.setattr(trainer.dist, "all_reduce", all_reduce)
+    metrics, steps = far([0.0, 0.0149, 0.0149, 0.0149], 0.01, num_ranks=2)
+    assert len(steps) == made
+    assert asked == [0.0] * made
+    assert metrics["actor/stopped_early"] == others
+
+
 class Groups:
     context = "the context group"
 
 
-def an_update(made: TrainerWorker, monkeypatch: pytest.MonkeyPatch) -> tuple[list[PackedBatch], dict[str, float]]:
+def an_update(made: TrainerWorker, forward: bool = True) -> tuple[list[PackedBatch], dict[str, float]]:
     """The batches and metrics of one optimizer step of the actor, after forward and advantages. The other data-parallel
     rank has as many tokens, of which every figure is 0."""
     engine: Any = made.engines["actor"]
     engine.groups, engine.results = Groups(), [StepResult({}, 1.0, True)]
-    made.forward("actor", [[0, 1]])
+    if forward:
+        made.forward("actor", [[0, 1]])
     own = made.advantages([0, 1], 0.0, [0.5, -0.5]).correction
     metrics = made.update("actor", UpdatePlan([[[1, 0], []]], [(4, 2)], 0, 10))
     if own is not None:
@@ -233,25 +294,69 @@ def test_gspo_is_told_which_tokens_are_one_sequence(monkeypatch: pytest.MonkeyPa
     seen: list[Any] = []
     monkeypatch.setattr("megarl.engines.objectives.policy_objective", lambda *given: seen.append(given))
     made = worker(algorithm={"advantage": "grpo"}, actor={"policy_loss": "gspo"}, **GROUPED)
-    (first, dummy), _ = an_update(made, monkeypatch)
+    (first, dummy), _ = an_update(made)
     assert first.per_token["sequence"].tolist() == [0, 0, 0, 0, 1, 1, 0]  # samples 1 and 0: P = 1, R = 3 and 2
     assert dummy.per_token["sequence"].tolist() == [0]
-    assert seen == [(made.config.actor, "the context group")]
+    assert seen == [(made.config.actor, "the context group", 0.0)]
 
 
-def test_without_gspo_or_correction_nothing_is_added(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_gspo_or_correction_nothing_is_added() -> None:
     made = worker(algorithm={"advantage": "grpo"}, **GROUPED)
-    (first, _), metrics = an_update(made, monkeypatch)
+    (first, _), metrics = an_update(made)
     assert first.per_token.keys() == {"old_logprobs", "advantages", "loss_weight", "token_weight"}
     assert not any(name.startswith("rollout_corr/") for name in metrics)
 
 
-def test_correction_weighs_tokens_and_is_watched_over_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_rollout_said_stands_in_for_the_pass() -> None:
+    """Bypass: no forward pass; the rollout's log-probs are the old ones, here of samples 1 and 0 (as above, P = 1,
+    R = 3 and 2)."""
+    made = worker(algorithm={"advantage": "grpo", "correction": {"bypass": True}}, **GROUPED)
+    made.store.samples[0].rollout_logprobs[:] = [-1.5, -2.5]
+    (first, _), metrics = an_update(made, forward=False)
+    assert first.per_token["old_logprobs"].tolist() == [20, 21, 22, 0, -1.5, -2.5, 0]
+    assert "importance_weights" not in first.per_token
+    assert not any(name.startswith("rollout_corr/") for name in metrics)
+
+
+def test_the_kl_in_the_reward_takes_what_the_rollout_said_too() -> None:
+    """k1 with coefficient 0.5: log-probs -1 and -2 less the reference's -2 and -2 are 1 and 0; the score is 0."""
+    algorithm = {"advantage": "reinforce_pp", "kl_in_reward_coef": 0.5, "correction": {"bypass": True}}
+    made = worker(algorithm=algorithm)
+    made.store.samples[0].rollout_logprobs[:] = [-1.0, -2.0]
+    made.store.put("reference_logprobs", {0: np.array([-2.0, -2.0], np.float32)})
+    result = made.advantages([0], 0.5, None)
+    assert result.kl == Moments(2, 1.0, 1.0)
+    assert [v.tolist() for v in made.store.get("advantages", [0])] == [[-0.5, 0.0]]
+
+
+def test_where_the_pass_is_redundant_the_update_gets_no_old_logprobs() -> None:
+    own = {"skip_old_logprobs": "auto", "batch": {"mini_batch_prompts": 256}, "kl_loss_coef": 0.1}
+    made = worker(algorithm={"advantage": "grpo"}, actor=own, **GROUPED)
+    made.store.put("reference_logprobs", {i: np.zeros(len(mask), np.float32) for i, mask in enumerate(MASKS)})
+    (first, _), _ = an_update(made, forward=False)
+    assert first.per_token.keys() == {"advantages", "reference_logprobs", "loss_weight", "token_weight"}
+
+
+def test_the_weight_of_the_entropy_bonus_comes_with_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It goes to the objective, and the engine computes the entropy where it is not 0; the config's is not asked."""
+    seen: list[Any] = []
+    monkeypatch.setattr("megarl.engines.objectives.policy_objective", lambda *given: seen.append(given))
+    for coef in (0.25, 0.0):
+        own = {"entropy_target": 0.2, "entropy_coef": 0.5}
+        made = worker(algorithm={"advantage": "grpo"}, actor=own, results=[StepResult({}, 1.0, True)], **GROUPED)
+        made.store.put("old_logprobs", {0: np.zeros(2, np.float32)})
+        made.store.put("advantages", {0: np.zeros(2, np.float32)})
+        made.update("actor", UpdatePlan([[[0]]], [(2, 1)], 0, 10, entropy_coef=coef))
+        ((_, _, options),) = made.engines["actor"].steps  # type: ignore[attr-defined]
+        assert (seen[-1], options["with_entropy"]) == ((made.config.actor, None, coef), coef != 0)
+
+
+def test_correction_weighs_tokens_and_is_watched_over_all_ranks() -> None:
     """The trainer's log-probs are the rollout's, but for one token that is a third less likely."""
     correction = {"weights": "token", "reject": "token", "reject_above": 10.0}
     made = worker(algorithm={"advantage": "grpo", "correction": correction}, **GROUPED)
     made.store.samples[0].rollout_logprobs[1] += np.log(1.5)
-    (first, _), metrics = an_update(made, monkeypatch)
+    (first, _), metrics = an_update(made)
     found = first.per_token["importance_weights"]
     np.testing.assert_allclose(found, [1, 0, 1, 0, 1, 2 / 3, 0], atol=1e-5)  # sample 1 first; its second has no loss
     assert metrics["rollout_corr/rollout_is_mean"] == pytest.approx((3 + 2 / 3) / 8)
