@@ -15,7 +15,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     for name, text in (
         ("train", "train as a configuration says"),
-        ("plan", "print the rank grid and the batch arithmetic of a configuration; needs neither GPU nor Ray"),
+        (
+            "plan",
+            "print what a configuration comes to: batches, memory a GPU, the engine's room, what a weight sync moves, "
+            "the rank grid; needs neither GPU nor a running Ray",
+        ),
     ):
         command = commands.add_parser(name, help=text, description=text)
         command.add_argument("config", help="YAML file, e.g. configs/quickstart.yaml")
@@ -40,7 +44,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.command == "plan":
         from megarl.ops.plan import describe
 
-        print(describe(loaded))
+        try:
+            print(describe(loaded))
+        except ValueError as error:
+            print(error, file=sys.stderr)
+            return 2
         return 0
     from megarl.train import run_training
 

@@ -18,11 +18,9 @@ import time
 from transformers import AutoConfig
 
 from megarl.config import ParallelConfig
-from megarl.driver.sync import SGLANG_VOCAB_MULTIPLE
 from megarl.model.families import declare
 from megarl.model.role_layout import role_layout
-from megarl.reshard.layouts import sglang_layout
-from megarl.reshard.plan import Place, plan
+from megarl.ops.weight_sync import engine_layout, plan_sync
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -59,18 +57,9 @@ def describe(args: argparse.Namespace) -> str:
         raise ValueError(f"--rollout-tensor {args.rollout_tensor} does not divide the {engine_ranks} engine ranks")
     if not args.split and engine_ranks > args.ranks:
         raise ValueError(f"{engine_ranks} engine ranks on {args.ranks} trainer GPUs; give --split or fewer of them")
-    replicas = engine_ranks // args.rollout_tensor
-    target = sglang_layout(declaration, args.rollout_tensor, replicas, SGLANG_VOCAB_MULTIPLE)
-    first_node = -(-args.ranks // args.gpus_per_node) if args.split else 0
+    target = engine_layout(hf_config, args.rollout_tensor, engine_ranks // args.rollout_tensor)
     start = time.perf_counter()
-    made = plan(
-        source,
-        target,
-        args.bytes,
-        places(args.ranks, args.gpus_per_node, 0),
-        places(engine_ranks, args.gpus_per_node, first_node),
-        args.bucket_mb * 2**20,
-    )
+    made = plan_sync(source, target, args.bytes, args.gpus_per_node, args.bucket_mb * 2**20, args.split)
     seconds = time.perf_counter() - start
     parameters = sum(math.prod(shape) for shape in declaration.tensors().values())
     return "\n".join(
@@ -82,10 +71,6 @@ def describe(args: argparse.Namespace) -> str:
             f"sync     {made.summary()}",
         )
     )
-
-
-def places(count: int, gpus_per_node: int, first_node: int) -> list[Place]:
-    return [Place(first_node + rank // gpus_per_node, rank % gpus_per_node) for rank in range(count)]
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:

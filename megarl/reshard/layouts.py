@@ -10,6 +10,9 @@ from megarl.parallel.topology import RankGrid, stage_layers
 from megarl.reshard.declaration import Declaration, Names, Placed, Seat, VocabSplit, World
 from megarl.reshard.layout import Layout, Piece, Rect, Shape, Shard, as_matrix
 
+SGLANG_VOCAB_MULTIPLE = 64
+"""SGLang pads the vocabulary to a multiple of this (vocab_parallel_embedding.py, DEFAULT_VOCAB_PADDING_SIZE)."""
+
 
 def hf_layout(declaration: Declaration, num_copies: int = 1) -> Layout:
     """Every rank holds every tensor whole, under its name on disk: an embedded transformers model, or one file."""
