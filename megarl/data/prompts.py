@@ -310,7 +310,8 @@ class PromptStream:
     when fewer than `prompts_per_step` prompts remain is left out of that epoch (as verl's drop_last does), another part
     in each epoch when shuffled. Without `shuffle` every epoch is in row order.
 
-    Prompts get the uid "<epoch>-<uid in the set>", "2-17" for row 17 in the third epoch.
+    Prompts get the uid "<epoch>-<uid in the set>", "2-17" for row 17 in the third epoch. Those that are given back come
+    first next time.
 
     Raises ValueError when the set holds fewer than `prompts_per_step` prompts.
     """
@@ -333,6 +334,7 @@ class PromptStream:
         self._epoch = 0
         self._position = 0
         self._order = self._permutation(0)
+        self._returned: list[Prompt] = []
 
     @property
     def steps_per_epoch(self) -> int:
@@ -343,24 +345,34 @@ class PromptStream:
         """The epoch of the next batch."""
         return self._normalised()[0]
 
-    def next(self) -> list[Prompt]:
-        """The next `prompts_per_step` prompts; moves the cursor."""
-        epoch, position = self._normalised()
-        if epoch != self._epoch:
-            self._order = self._permutation(epoch)
-        self._epoch, self._position = epoch, position + self._prompts_per_step
-        rows = self._order[position : self._position]
-        return [replace(self._prompts[row], uid=f"{epoch}-{self._prompts[row].uid}") for row in rows]
+    def next(self, count: int | None = None) -> list[Prompt]:
+        """The next prompts, `prompts_per_step` unless told otherwise; moves the cursor."""
+        count = self._prompts_per_step if count is None else count
+        taken, self._returned = self._returned[:count], self._returned[count:]
+        while missing := min(count - len(taken), len(self._prompts)):
+            epoch, position = self._normalised(missing)
+            if epoch != self._epoch:
+                self._order = self._permutation(epoch)
+            self._epoch, self._position = epoch, position + missing
+            rows = self._order[position : self._position]
+            taken += [replace(self._prompts[row], uid=f"{epoch}-{self._prompts[row].uid}") for row in rows]
+        return taken
+
+    def put_back(self, prompts: Sequence[Prompt]) -> None:
+        """Give prompts back that were taken and not used; they come before all others."""
+        self._returned = [*prompts, *self._returned]
 
     def state_dict(self) -> dict[str, Any]:
         """The cursor: where the next batch starts, and what it is a cursor over. JSON-able; reading it moves nothing.
 
-        {"epoch": 2, "position": 512, "num_prompts": 7473, "seed": 1, "shuffle": True}; position counts prompts.
+        {"epoch": 2, "position": 512, "returned": ["2-17"], "num_prompts": 7473, "seed": 1, "shuffle": True}; position
+        counts prompts, returned has the uids of those that come first.
         """
         epoch, position = self._normalised()
         return {
             "epoch": epoch,
             "position": position,
+            "returned": [prompt.uid for prompt in self._returned],
             "num_prompts": len(self._prompts),
             "seed": self._seed,
             "shuffle": self._shuffle,
@@ -384,12 +396,24 @@ class PromptStream:
                 f"the saved data cursor is at epoch {epoch}, prompt {position} of {len(self._prompts)}; the file is "
                 f"damaged"
             )
+        by_uid = {prompt.uid: prompt for prompt in self._prompts}
+        returned = [str(uid) for uid in state.get("returned", ())]
+        unknown = [uid for uid in returned if uid.partition("-")[2] not in by_uid]
+        if unknown:
+            raise ValueError(
+                f"the saved data cursor has prompt {unknown[0]} to ask again, but data.train has no such row; resume "
+                f"with the data that the run began with, or start a new run"
+            )
+        self._returned = [replace(by_uid[uid.partition("-")[2]], uid=uid) for uid in returned]
         self._epoch, self._position = epoch, position
         self._order = self._permutation(epoch)
 
-    def _normalised(self) -> tuple[int, int]:
-        """(epoch, position) of the next batch: the next epoch's start when too few prompts are left in this one."""
-        if self._position + self._prompts_per_step > len(self._prompts):
+    def _normalised(self, count: int | None = None) -> tuple[int, int]:
+        """(epoch, position) of the next prompts: the next epoch's start when fewer than `count` are left in this one;
+        by default, fewer than the next step needs besides those that were given back."""
+        if count is None:
+            count = max(self._prompts_per_step - len(self._returned), 1)
+        if self._position + count > len(self._prompts):
             return self._epoch + 1, 0
         return self._epoch, self._position
 

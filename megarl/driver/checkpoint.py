@@ -28,6 +28,8 @@ class DriverState:
     kl_coef: float
     last_validation: float | None = None
     versions: dict[str, str] = field(default_factory=dict)
+    entropy_coef: float | None = None
+    """With actor.entropy_target; None: not adapted so far."""
 
 
 class CheckpointStore:

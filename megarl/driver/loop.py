@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib import metadata
+from typing import TypeVar
 
+from megarl.algorithms import entropy as entropy_control
 from megarl.algorithms import kl as kl_control
 from megarl.config import Config
 from megarl.data.prompts import PromptSet, PromptStream
 from megarl.driver.checkpoint import CheckpointStore, DriverState
+from megarl.driver.collect import Collection
+from megarl.driver.drift import drift_warning
 from megarl.driver.progress import Progress
 from megarl.driver.rollout import DEATH_PATIENCE, ReplicaDied, Rollout, RolloutBatch
 from megarl.driver.step import Learning, Timer, learn, resident, role_offload
@@ -18,9 +23,12 @@ from megarl.driver.stop import StopRequest
 from megarl.driver.sync import WeightSync
 from megarl.metrics import MetricsWriter
 from megarl.rewards import is_timeout
-from megarl.types import SamplingParams
+from megarl.types import Prompt, SamplingParams
 from megarl.workers.calls import WorkerError
+from megarl.workers.generation import Shaping
 from megarl.workers.group import TrainerGroup
+
+T = TypeVar("T")
 
 VERSIONS = ("megarl", "torch", "megatron-core", "sglang", "transformers", "ray")
 
@@ -57,9 +65,9 @@ class Outcome:
 def run(session: Session, state: DriverState) -> Outcome:
     """Go from the state's step to the last one, or to the step in which a signal asked to stop."""
     config, rollout, progress = session.config, session.rollout, session.progress
-    kl = _kl_controller(config, state.kl_coef)
+    kl, entropy = _kl_controller(config, state.kl_coef), _entropy_controller(config, state.entropy_coef)
     optimizer_steps = dict(state.optimizer_steps)
-    first_validation = None
+    first_validation, warned_at = None, 0.0
     _refresh_engine(session, state.step)
     if state.step == 0 and config.run.validate_before_training and session.validation is not None:
         metrics = validate(session, 0)
@@ -71,19 +79,29 @@ def run(session: Session, state: DriverState) -> Outcome:
     for step in range(state.step + 1, progress.total_steps + 1):
         start, timer = time.perf_counter(), Timer()
         with timer("gen"):
-            rollout.submit(
-                session.prompts.next(), config.rollout.n, _sampling(session), config.run.seed, config.reward.function
-            )
-            batch = _next_batch(session, version=step - 1)
+            batch, figures = _collect(session, step)
             rollout.sleep()
         check_samples(session, batch, version=step - 1)
-        metrics, observed_kl = learn(session.learning, batch, step, kl.coef, optimizer_steps, timer)
+        metrics, observed_kl = learn(session.learning, batch, step, kl.coef, optimizer_steps, timer, entropy)
+        warning, warned_at = drift_warning(config, metrics, warned_at)
+        if warning is not None:
+            progress.say(warning)
         if observed_kl.count:
             kl = kl_control.update(kl, observed_kl.mean, len(batch.infos))
+        if step > config.run.critic_warmup:
+            entropy = entropy_control.update(entropy, metrics.get("actor/entropy"))
         cursor = session.prompts.state_dict()
-        state = replace(state, step=step, data_cursor=cursor, optimizer_steps=dict(optimizer_steps), kl_coef=kl.coef)
+        state = replace(
+            state,
+            step=step,
+            data_cursor=cursor,
+            optimizer_steps=dict(optimizer_steps),
+            kl_coef=kl.coef,
+            entropy_coef=entropy.coef,
+        )
         final, stopping = step == progress.total_steps, session.stop.asked is not None
-        if final or stopping or _is_due(step, config.run.save_every):
+        is_last = final and config.run.save_at_end
+        if is_last or stopping or _is_due(step, config.run.save_every):
             with timer("save_checkpoint"):  # while the engine's memory is away
                 save(session, state)
         if final or not stopping:
@@ -95,7 +113,7 @@ def run(session: Session, state: DriverState) -> Outcome:
                 metrics |= found
                 state = replace(state, last_validation=_score(found))
         timer.seconds["step"] = time.perf_counter() - start
-        metrics |= step_metrics(config, batch, timer.seconds, session.flops, session.group.memory())
+        metrics |= figures | step_metrics(config, batch, timer.seconds, session.flops, session.group.memory())
         session.writer.write(step, metrics)
         session.writer.write_histogram(step, "histogram/response_length", [i.response_length for i in batch.infos])
         throughput = metrics["perf/throughput"] * config.cluster.num_ranks
@@ -151,7 +169,7 @@ def validate(session: Session, step: int) -> dict[str, float]:
         config.reward.validation_function,
         with_texts,
     )
-    batch = _next_batch(session, step)
+    batch = _outlive(session, step, session.rollout.next_batch)
     shown = list(zip(batch.texts, batch.scores, strict=False))[: config.run.log_samples]
     session.writer.write_texts(
         step,
@@ -179,12 +197,33 @@ def versions() -> dict[str, str]:
     return found
 
 
-def _next_batch(session: Session, version: int) -> RolloutBatch:
-    """The batch that was submitted first. Replicas that die meanwhile are replaced, and their prompts are run again
-    with the same weights."""
+def _collect(session: Session, step: int) -> tuple[RolloutBatch, dict[str, float]]:
+    """The step's batch, from the weights of the step before."""
+    config, rollout = session.config, session.rollout
+
+    def ask(prompts: list[Prompt]) -> None:
+        own, reward = config.rollout, config.reward
+        rollout.submit(
+            prompts,
+            own.n,
+            _sampling(session),
+            config.run.seed,
+            reward.function,
+            with_baseline=config.needs_greedy_baseline,
+            shaping=Shaping(
+                config.data.max_response_length, reward.overlong_buffer, reward.overlong_factor, reward.mask_truncated
+            ),
+        )
+
+    return _outlive(session, step - 1, Collection(config, session.prompts, rollout, ask).collect)
+
+
+def _outlive(session: Session, version: int, work: Callable[[], T]) -> T:
+    """The result of work that a replica's death may end: the dead are replaced, and it goes on with the same
+    weights."""
     while True:
         try:
-            return session.rollout.next_batch()
+            return work()
         except ReplicaDied:
             _refresh_engine(session, version)
 
@@ -242,6 +281,14 @@ def _kl_controller(config: Config, coef: float) -> kl_control.KLController:
     if config.algorithm.kl_target is None:
         return kl_control.FixedKLController(config.algorithm.kl_in_reward_coef)
     return kl_control.AdaptiveKLController(coef, config.algorithm.kl_target, config.algorithm.kl_horizon)
+
+
+def _entropy_controller(config: Config, coef: float | None) -> entropy_control.EntropyController:
+    own = config.actor
+    if own.entropy_target is None:
+        return entropy_control.FixedEntropyController(own.entropy_coef)
+    coef = own.entropy_coef if coef is None else coef
+    return entropy_control.AdaptiveEntropyController(coef, own.entropy_target, own.entropy_coef_step)
 
 
 def _score(metrics: dict[str, float]) -> float:

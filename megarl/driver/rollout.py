@@ -4,21 +4,25 @@ resume."""
 from __future__ import annotations
 
 import contextlib
+import functools
+import math
+import operator
 import re
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import ray
 from ray.exceptions import RayActorError
 
 from megarl.config import Config
+from megarl.driver.routing import by_prefix, least_loaded
 from megarl.engines.sglang import DEATH_LINES, EngineDied, log_tail
-from megarl.types import Prompt, SampleInfo, SamplingParams
+from megarl.types import Activity, Prompt, SampleInfo, SamplingParams
 from megarl.workers.calls import Callee, WorkerError, gather
-from megarl.workers.generation import Group, Job
+from megarl.workers.generation import Group, Job, Shaping, Stopped, Taken
 
 RETIRE_SECONDS = 60.0
 """For a dead replica's process to clean up behind itself, before it is killed."""
@@ -26,6 +30,16 @@ RETIRE_SECONDS = 60.0
 
 DEATH_PATIENCE = 10.0
 """Seconds in which a replica that has died is found out, while others are busy."""
+
+
+TAKE_SECONDS = 5.0
+"""Longest that a replica is asked to wait for answers in one call."""
+
+SHORT_TAKE_SECONDS = 0.2
+"""The same where a batch may be full at any moment, and replicas are to stop then."""
+
+AHEAD = 8
+"""A replica has 1 / AHEAD more answers than it generates together, so that none is missing when one ends."""
 
 
 class ReplicaDied(WorkerError):
@@ -46,35 +60,30 @@ class Starter:
 
 
 @dataclass(frozen=True)
-class _Call:
-    """A replica's share of a batch's jobs."""
+class RolloutFigures:
+    """How a batch came about. Shares are of the time from the first prompt's submission to the last answer's end."""
 
-    replica: int
-    worker: Any
-    jobs: list[int]
-    ref: Any
-
-
-@dataclass
-class _Flight:
-    """A batch that was submitted: its jobs by number, the calls under way, and what was answered, by whom."""
-
-    jobs: list[Job]
-    with_texts: bool
-    calls: list[_Call] = field(default_factory=list)
-    groups: dict[int, tuple[Group, Any]] = field(default_factory=dict)
-    """By job; with the process that holds its samples."""
+    activity: Activity = Activity()
+    idle_share: float = 0.0
+    """For which a replica had nothing to do, in the mean over replicas."""
+    tail_share: float = 0.0
+    """In which the last tenth of the answers was still being written."""
+    cache_hit_rate: float = 0.0
+    """Of prompt tokens, those that the KV cache held already."""
+    num_asked: int = 0
+    """Prompts that were asked; those of the batch and those that were left out."""
 
 
 class RolloutBatch:
     """A step's samples, numbered from 0 in the order of their prompts; the driver holds scalars and references."""
 
-    def __init__(self, groups: Sequence[Group]) -> None:
+    def __init__(self, groups: Sequence[Group], figures: RolloutFigures | None = None) -> None:
         self.infos: list[SampleInfo] = [info for group in groups for info in group.infos]
         self.texts: list[tuple[str, str]] = [text for group in groups for text in group.texts]
-        last = max((group.seconds for group in groups), key=lambda s: s[1], default=(0.0, 0.0))
-        self.reward_seconds = last[1] - last[0]
-        """For which the step waited for scores: from the last answer's end, on the replica that was done last."""
+        self.figures = figures or RolloutFigures()
+        ended = max((seconds for group in groups for seconds in group.ended), default=0.0)
+        self.reward_seconds = max(max((group.scored for group in groups), default=0.0) - ended, 0.0)
+        """For which the step waited for scores, from the last answer's end."""
         self.handles: dict[int, tuple[Any, int]] = {}
         self.groups: list[list[int]] = []
         start = 0
@@ -123,7 +132,24 @@ class Rollout:
             Callee(f"{name} {i}{own}", host)
             for i, (host, own) in enumerate(zip(hosts, gpus or [""] * len(hosts), strict=True))
         ]
-        self._in_flight: list[_Flight] = []
+        replicas = range(len(self.workers))
+        self._next_number = 0
+        self._jobs: dict[int, Job] = {}
+        """All that was submitted and is in no batch yet."""
+        self._groups: dict[int, tuple[Group, Any]] = {}
+        """Of those, what was answered, in the order in which it came; with the process that holds the samples."""
+        self._queues: list[deque[int]] = [deque() for _ in replicas]
+        """By replica, what it is to answer next."""
+        self._sent: list[set[int]] = [set() for _ in replicas]
+        """By replica, what it is answering."""
+        self._submits: list[list[Any]] = [[] for _ in replicas]
+        self._takes: dict[int, Any] = {}
+        self._activities: list[Activity] = []
+        self._began = 0.0
+        self._sent_at: dict[int, float] = {}
+        """Seconds from `_began` until each job was sent."""
+        self._idle, self._idle_since = [0.0 for _ in replicas], [0.0 for _ in replicas]
+        """By replica, seconds that it had nothing to do before its last job, and when it began to have nothing."""
 
     def submit(
         self,
@@ -133,58 +159,250 @@ class Rollout:
         seed: int,
         reward: str,
         with_texts: bool = False,
+        with_baseline: bool = False,
+        shaping: Shaping | None = None,
     ) -> None:
-        """Start generation of `num_answers` answers to each prompt on all replicas; returns at once. `reward` is the
-        name of the function that scores them."""
-        jobs = [Job(prompt, num_answers, sampling, seed, reward) for prompt in prompts]
-        self._in_flight.append(_Flight(jobs, with_texts))
-        self._send(self._in_flight[-1])
+        """Start generation of `num_answers` answers to each prompt; returns at once.
+
+        Args:
+            reward: the name of the function that scores them.
+            with_baseline: one greedy answer more a prompt, whose score comes with the others.
+            shaping: of scores and loss masks near the length limit.
+        """
+        if not self._jobs:
+            self._began = time.perf_counter()
+            self._idle, self._idle_since = [0.0 for _ in self.workers], [self._began for _ in self.workers]
+        numbers = range(self._next_number, self._next_number + len(prompts))
+        self._next_number = numbers.stop
+        for number, prompt in zip(numbers, prompts, strict=True):
+            self._jobs[number] = Job(prompt, num_answers, sampling, seed, reward, with_texts, with_baseline, shaping)
+        self._route(list(numbers))
+        self._send()
 
     def next_batch(self) -> RolloutBatch:
-        """The batch that was submitted first, in the order of its prompts, when all its answers have ended and are
-        scored.
+        """All that was submitted, in that order, when its answers have ended and are scored.
 
         Raises:
             ReplicaDied: before they had; `replace` the dead, sync, and call this again.
         """
-        assert self._in_flight, "next_batch without a batch submitted"
-        flight = self._in_flight[0]
-        if not flight.calls:
-            self._send(flight)
-        refs, callees = [call.ref for call in flight.calls], [self._callees[call.replica] for call in flight.calls]
-        try:
-            results = gather(refs, callees, "generation", self.config.run.deadline)
-        except WorkerError as error:
-            if self.embedded or not _is_death(error):
-                raise
-            self._settle()
-            raise ReplicaDied(str(error)) from error
-        _take(flight, results)
-        self._in_flight.pop(0)
-        return RolloutBatch([flight.groups[number][0] for number in range(len(flight.jobs))])
+        assert self._jobs, "next_batch without a batch submitted"
+        self.wait(self.num_open)
+        batch, _ = self.finish(list(self._jobs))
+        return batch
 
-    def _send(self, flight: _Flight) -> None:
-        """Ask for what is not answered yet, in equal shares."""
-        missing = [number for number in range(len(flight.jobs)) if number not in flight.groups]
-        flight.calls = []
-        for replica, part in enumerate(np.array_split(missing, len(self.workers))):
-            if len(part):
-                own, worker = [int(number) for number in part], self.workers[replica]
-                ref = worker.generate.remote([flight.jobs[number] for number in own], flight.with_texts)
-                flight.calls.append(_Call(replica, worker, own, ref))
+    @property
+    def num_open(self) -> int:
+        """Prompts that are not answered yet."""
+        return len(self._jobs) - len(self._groups)
+
+    @property
+    def ended(self) -> dict[int, Group]:
+        """What was answered, in the order in which it came, by numbers that count what was submitted."""
+        return {number: group for number, (group, _) in self._groups.items()}
+
+    def wait(self, at_least: int) -> None:
+        """Until so many more prompts are answered.
+
+        Raises:
+            ReplicaDied: as `next_batch`.
+            WorkerError: a replica failed, or no answer came for run.deadline.
+        """
+        goal, deadline = len(self._groups) + min(at_least, self.num_open), self.config.run.deadline
+        progress = time.monotonic()
+        while len(self._groups) < goal:
+            self._send()
+            before, wants_all = len(self._groups), goal == len(self._jobs)
+            for replica, sent in enumerate(self._sent):
+                if sent and replica not in self._takes:
+                    many, seconds = (len(sent), TAKE_SECONDS) if wants_all else (1, SHORT_TAKE_SECONDS)
+                    many = 1 if any(self._queues) else many
+                    self._takes[replica] = self.workers[replica].take_groups.remote(many, seconds)
+            left = max(progress + deadline - time.monotonic(), 0)
+            done, _ = ray.wait(list(self._takes.values()), num_returns=1, timeout=left)
+            for replica in [r for r, ref in self._takes.items() if ref in done]:
+                try:
+                    self._take(replica)
+                except WorkerError as error:
+                    if self.embedded or not _is_death(error):
+                        raise
+                    self._settle()
+                    raise ReplicaDied(str(error)) from error
+            if len(self._groups) > before:
+                progress = time.monotonic()
+            elif time.monotonic() >= progress + deadline:
+                raise self._no_answer()
+
+    def finish(self, numbers: Sequence[int]) -> tuple[RolloutBatch, list[Job]]:
+        """The batch of these groups, in the order of submission. All else is stopped and forgotten.
+
+        Returns:
+            the batch, and the jobs that were not answered, with what was begun of them.
+
+        Raises:
+            ReplicaDied: as `next_batch`, while they were stopped; nothing is forgotten then.
+        """
+        chosen, figures = sorted(numbers), self._figures()
+        begun = self._stop() if self.num_open else {}
+        batch = RolloutBatch([self._groups[number][0] for number in chosen], figures)
+        left = [begun.get(number, job) for number, job in self._jobs.items() if number not in self._groups]
+        self._jobs, self._groups, self._activities, self._sent_at = {}, {}, [], {}
+        return batch, left
+
+    def _route(self, numbers: Sequence[int]) -> None:
+        """Line prompts up for the replicas."""
+        costs = [self._cost(number) for number in numbers]
+        if self.config.rollout.routing == "prefix":
+            prompts = [self._jobs[number].prompt.token_ids for number in numbers]
+            shares = by_prefix(prompts, costs, len(self.workers))
+        else:
+            ahead = zip(self._queues, self._sent, strict=True)
+            shares = least_loaded(costs, [sum(map(self._cost, (*queue, *sent))) for queue, sent in ahead])
+        for queue, share in zip(self._queues, shares, strict=True):
+            queue.extend(numbers[i] for i in share)
+
+    def _cost(self, number: int) -> int:
+        """Tokens that a job may take."""
+        job = self._jobs[number]
+        return len(job.prompt.token_ids) + job.num_trajectories * job.sampling.max_new_tokens
+
+    def _send(self) -> None:
+        """Give replicas what is lined up for them, as much as they answer together and a little more. One that has run
+        out takes from the one that has most waiting."""
+        most = self.config.rollout.sglang.max_running_requests
+        room = math.inf if self.embedded else most + most / AHEAD
+        jobs: list[dict[int, Job]] = [{} for _ in self.workers]
+        under_way = [sum(self._jobs[number].num_trajectories for number in sent) for sent in self._sent]
+        for steals in (False, True):
+            for replica, own in enumerate(self._queues):
+                while under_way[replica] < room:
+                    longest = max(self._queues, key=len)
+                    if own:
+                        number = own.popleft()
+                    elif steals and longest:
+                        number = longest.pop()
+                    else:
+                        break
+                    jobs[replica][number] = self._jobs[number]
+                    under_way[replica] += self._jobs[number].num_trajectories
+        now = time.perf_counter()
+        for replica, given in enumerate(jobs):
+            if given:
+                if not self._sent[replica]:
+                    self._idle[replica] += now - self._idle_since[replica]
+                self._sent_at.update(dict.fromkeys(given, now - self._began))
+                self._submits[replica].append(self.workers[replica].submit_jobs.remote(given))
+                self._sent[replica].update(given)
+
+    def _take(self, replica: int) -> None:
+        """Keep what a replica's call gives, which is under way."""
+        refs = [*self._submits[replica], self._takes.pop(replica)]
+        results = gather(refs, [self._callees[replica]] * len(refs), "generation", self.config.run.deadline)
+        self._submits[replica] = []
+        taken: Taken = results[-1]
+        self._activities.append(taken.activity)
+        self._keep(replica, taken.groups)
+
+    def _keep(self, replica: int, groups: Mapping[int, Group]) -> None:
+        for number, group in groups.items():
+            assert number in self._sent[replica], (
+                f"prompt {group.infos[0].group} was answered by replica {replica} unasked"
+            )
+            self._sent[replica].discard(number)
+            start = self._sent_at[number]  # from here on seconds count from the first submission
+            group = replace(group, ended=tuple(start + end for end in group.ended), scored=start + group.scored)
+            self._groups[number] = (group, self.workers[replica])
+        if groups and not self._sent[replica]:
+            self._idle_since[replica] = time.perf_counter()
+
+    def _forget(self, replica: int) -> None:
+        """What a replica was asked has ended, or is lost."""
+        self._sent[replica], self._submits[replica] = set(), []
+        self._idle_since[replica] = time.perf_counter()
+
+    def _no_answer(self) -> WorkerError:
+        waiting = ", ".join(self._where(replica) for replica, sent in enumerate(self._sent) if sent)
+        return WorkerError(f"generation: no answer within {self.config.run.deadline:g} s from {waiting} (run.deadline)")
+
+    def _stop(self) -> dict[int, Job]:
+        """End what is under way on all replicas; with what was begun. Groups that end meanwhile are kept.
+
+        Raises:
+            ReplicaDied: a replica's process is gone, and with it the answers that it held; what the others have begun
+                goes on at the next `wait`. Where the engine alone has died, its answers are there still.
+        """
+        begun: dict[int, Job] = {}
+        deaths: list[WorkerError] = []
+        for queue in self._queues:
+            queue.clear()
+
+        def outlive(replica: int, work: Callable[[], None]) -> None:
+            try:
+                work()
+            except WorkerError as error:
+                if self.embedded or not _is_death(error):
+                    raise
+                deaths.append(error)
+                self._forget(replica)
+
+        def take_stopped(replica: int, ref: Any) -> None:
+            refs = [*self._submits[replica], ref]
+            callees = [self._callees[replica]] * len(refs)
+            stopped: Stopped = gather(refs, callees, "stopping generation", self.config.run.deadline)[-1]
+            self._keep(replica, stopped.groups)
+            begun.update(stopped.jobs)
+            self._forget(replica)
+
+        for replica in list(self._takes):
+            outlive(replica, functools.partial(self._take, replica))
+        busy = [replica for replica, sent in enumerate(self._sent) if sent]
+        stops = [self.workers[replica].stop_jobs.remote(self.config.run.deadline) for replica in busy]
+        for replica, ref in zip(busy, stops, strict=True):
+            outlive(replica, functools.partial(take_stopped, replica, ref))
+        for error in deaths:
+            if not _has_engine_died(error):
+                self._jobs.update(begun)
+                self._route([number for number in self._jobs if number not in self._groups])
+                raise ReplicaDied(str(error)) from error
+        return begun
 
     def _settle(self) -> None:
-        """Wait for all that living replicas still answer, and keep it."""
-        for flight in self._in_flight:
-            for call in flight.calls:
+        """Wait for all that living replicas still answer, and keep it; the rest is lined up again."""
+        lost: list[int] = []
+        for replica in range(len(self.workers)):
+            lost += self._queues[replica]
+            self._queues[replica].clear()
+            progress = time.monotonic()
+            while self._sent[replica]:
+                before = len(self._groups)
+                if replica not in self._takes:
+                    many = len(self._sent[replica])
+                    self._takes[replica] = self.workers[replica].take_groups.remote(many, TAKE_SECONDS)
                 try:
-                    results = gather([call.ref], [self._callees[call.replica]], "generation", self.config.run.deadline)
+                    self._take(replica)
                 except WorkerError as error:
                     if not _is_death(error):
                         raise
-                else:
-                    _keep(flight, call, results[0])
-            flight.calls = []
+                    lost += self._sent[replica]
+                    self._forget(replica)
+                if len(self._groups) > before:
+                    progress = time.monotonic()
+                elif self._sent[replica] and time.monotonic() >= progress + self.config.run.deadline:
+                    raise self._no_answer()
+        self._route(sorted(lost))
+
+    def _figures(self) -> RolloutFigures:
+        """Of all that has ended since the first submission."""
+        end, groups = time.perf_counter(), [group for group, _ in self._groups.values()]
+        seconds = max(end - self._began, 1e-9)
+        since = zip(self._idle, self._sent, self._idle_since, strict=True)
+        idle = [before + (0.0 if sent else end - start) for before, sent, start in since]
+        ends = sorted(when for group in groups for when in group.ended)
+        tail = ends[-1] - ends[math.ceil(0.9 * len(ends)) - 1] if ends else 0.0
+        asked, cached = sum(group.num_asked for group in groups), sum(group.num_cached for group in groups)
+        activity = functools.reduce(operator.add, self._activities, Activity())
+        return RolloutFigures(
+            activity, sum(idle) / len(idle) / seconds, tail / seconds, cached / max(asked, 1), len(self._jobs)
+        )
 
     def find_dead(self, patience: float | None = None) -> dict[int, str]:
         """The replicas that do not run any more, and why; asks each of them.
@@ -247,8 +465,10 @@ class Rollout:
         with contextlib.suppress(WorkerError):
             gather([worker.shutdown.remote()], [self._callees[replica]], "engine shutdown", RETIRE_SECONDS)
         ray.kill(worker)
-        for flight in self._in_flight:
-            flight.groups = {number: kept for number, kept in flight.groups.items() if kept[1] is not worker}
+        lost = [number for number, (_, holder) in self._groups.items() if holder is worker]
+        for number in lost:
+            del self._groups[number]
+        self._route(lost)
 
     def _where(self, replica: int) -> str:
         return f"{self._callees[replica].name} on {self._callees[replica].host}"
@@ -265,7 +485,7 @@ class Rollout:
         Raises:
             WorkerError: a replica's process is gone too, and with it the answers that it held.
         """
-        assert not any(flight.calls for flight in self._in_flight), "sleep with answers in flight"
+        assert not any(self._sent), "sleep with answers in flight"
         try:
             self._all("engine sleep", "sleep")
         except WorkerError:
@@ -320,18 +540,6 @@ class Rollout:
             return []
         refs = [getattr(w, method).remote(*arguments) for w in self.workers]
         return gather(refs, self._callees, stage, self.config.run.deadline)
-
-
-def _take(flight: _Flight, results: Sequence[Sequence[Group]]) -> None:
-    for call, groups in zip(flight.calls, results, strict=True):
-        _keep(flight, call, groups)
-    flight.calls = []
-
-
-def _keep(flight: _Flight, call: _Call, groups: Sequence[Group]) -> None:
-    for number, group in zip(call.jobs, groups, strict=True):
-        assert number not in flight.groups, f"prompt {flight.jobs[number].prompt.uid} was answered twice"
-        flight.groups[number] = (group, call.worker)
 
 
 def _is_death(error: WorkerError) -> bool:

@@ -3,32 +3,36 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import psutil
 import ray
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 from transformers.utils import logging as transformers_logging
 
 from megarl.config import Config, CreateDataConfig, CreateModelConfig, ModelConfig
 from megarl.data.arithmetic import write_arithmetic
-from megarl.data.prompts import PromptSet, PromptStream, load_rows
+from megarl.data.prompts import PromptSet, PromptStream, Row, load_rows
 from megarl.data.tiny import write_tiny_model, write_tiny_tokenizer
 from megarl.driver.checkpoint import CheckpointStore, DriverState, read_state
 from megarl.driver.loop import Session
 from megarl.driver.progress import Progress
 from megarl.driver.rollout import Rollout, Starter
-from megarl.driver.step import Learning, role_offload
+from megarl.driver.step import Learning, Timer, role_offload
 from megarl.driver.step_metrics import Flops
 from megarl.driver.stop import StopRequest
-from megarl.driver.sync import SGLANG_VOCAB_MULTIPLE, WeightSync
+from megarl.driver.sync import WeightSync
 from megarl.engines.flops import peak_flops
+from megarl.environments import Environment, ObservationTokens, load_environment, prompt_messages
 from megarl.metrics import MetricsWriter
 from megarl.model.families import declare
 from megarl.model.role_layout import role_layout
-from megarl.reshard.layouts import sglang_layout
+from megarl.reshard.layouts import SGLANG_VOCAB_MULTIPLE, sglang_layout
 from megarl.rewards import load_reward
+from megarl.rewards.code import check_isolation
 from megarl.workers import placement
 from megarl.workers.calls import Callee, gather
 from megarl.workers.group import TrainerGroup
@@ -82,19 +86,33 @@ def _create_data(create: CreateDataConfig, folder: str, seed: int) -> tuple[str,
     return str(train), str(validation)
 
 
-def load_prompts(config: Config, tokenizer: Any) -> tuple[PromptStream, PromptSet, PromptSet | None]:
-    """The training stream, its prompts, and the validation prompts (None without files)."""
+def load_prompts(
+    config: Config, tokenizer: Any, environment: Environment | None = None
+) -> tuple[PromptStream, PromptSet, PromptSet | None]:
+    """The training stream, its prompts, and the validation prompts (None without files); as the environment wants the
+    model to be told them."""
     data = config.data
     train = PromptSet.build(
-        load_rows(data.train), tokenizer, data.max_prompt_length, data.overlong_prompts, data.apply_chat_template
+        _told(config, environment, load_rows(data.train)),
+        tokenizer,
+        data.max_prompt_length,
+        data.overlong_prompts,
+        data.apply_chat_template,
     )
     validation = None
     if data.validation:
-        rows = load_rows(data.validation)[: data.max_validation_prompts]
+        rows = _told(config, environment, load_rows(data.validation)[: data.max_validation_prompts])
         validation = PromptSet.build(
             rows, tokenizer, data.max_prompt_length, data.overlong_prompts, data.apply_chat_template, uid_prefix="v-"
         )
     return PromptStream(train, data.prompts_per_step, config.run.seed, data.shuffle), train, validation
+
+
+def _told(config: Config, environment: Environment | None, rows: Sequence[Row]) -> Sequence[Row]:
+    if environment is None:
+        return rows
+    name = config.environment.function or ""
+    return [replace(row, prompt=prompt_messages(name, environment, row.prompt)) for row in rows]
 
 
 def total_steps(config: Config, prompts: PromptStream) -> int:
@@ -128,16 +146,20 @@ class Inputs:
 
 
 def prepare(config: Config) -> Inputs:
-    """Read and check what needs neither Ray nor a GPU: rewards, model, layouts, data, checkpoint.
+    """Read and check what needs neither Ray nor a GPU: rewards, environment, model, layouts, data, checkpoint.
 
     Raises:
-        ValueError: a reward function that cannot be had, a model that is not supported or that the layouts do not
-            divide, data that cannot be read or is too little, a checkpoint that is none.
+        ValueError: a reward function or environment that cannot be had, a model's code that cannot be isolated, a model
+            that is not supported or that the layouts do not divide, data that cannot be read or is too little, a
+            checkpoint that is none.
     """
     folder = config.model.path
     assert folder is not None, "create_inputs comes first"
     for function in (config.reward.function, config.reward.validation_function):
         load_reward(function)
+        if function == "code":
+            check_isolation(config.reward.allow_unsandboxed_code)
+    environment = load_environment(config.environment.function) if config.environment.function else None
     hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=config.model.trust_remote_code)
     critic_config = hf_config
     if config.needs_critic and config.critic.path is not None:
@@ -152,7 +174,10 @@ def prepare(config: Config) -> Inputs:
     tokenizer = AutoTokenizer.from_pretrained(
         config.model.tokenizer_path or folder, trust_remote_code=config.model.trust_remote_code
     )
-    prompts, train, validation = load_prompts(config, tokenizer)
+    if environment is not None:
+        observation = ObservationTokens(tokenizer, config.data.apply_chat_template, stop_tokens(folder, tokenizer))
+        observation.check_limit(config.environment.max_observation_tokens, "environment.max_observation_tokens")
+    prompts, train, validation = load_prompts(config, tokenizer, environment)
     Progress(0).say(
         f"data: {len(train)} training prompts ({train.num_dropped} dropped, {train.num_truncated} truncated), "
         f"{len(validation or ())} for validation"
@@ -192,12 +217,52 @@ def check_layouts(config: Config, hf_config: Any, critic_config: Any) -> None:
 
 def build(config: Config, inputs: Inputs, stop: StopRequest) -> Session:
     """Start the processes, build the roles, start the engine and plan the sync. Ray must be up."""
-    folder, hf_config, checkpoint, state = inputs.folder, inputs.hf_config, inputs.checkpoint, inputs.state
+    folder, hf_config, state = inputs.folder, inputs.hf_config, inputs.state
     steps = total_steps(config, inputs.prompts)
     progress = Progress(steps, state.step)
-    say = progress.say
-    placed = placement.place(config)
-    group = TrainerGroup.start(config, placed)
+    say, timer = progress.say, Timer()
+    with timer("processes"):
+        placed = placement.place(config)
+        group = TrainerGroup.start(config, placed)
+        receivers = Receivers.start(config, placed) if placed.engine else None
+        stops = stop_tokens(folder, inputs.tokenizer)
+        replicas = None
+        if config.rollout.engine == "sglang":  # they import SGLang while the roles are built
+            replicas = _Replicas.start(config, receivers.seats if receivers else group.seats, placed, folder, stops)
+    with timer("roles"):
+        _build_roles(config, inputs, group, say)
+    with timer("engine"):
+        rollout = _start_rollout(config, group, replicas, folder, stops)
+    with timer("sync plan"):
+        sync = WeightSync(config, group, rollout, hf_config, receivers)
+        sync.prepare()
+    say(f"weight sync: {sync.summary}")
+    gpu = group.call("reading the device", "device_name")[0]
+    peak = config.cluster.peak_tflops * 1e12 if config.cluster.peak_tflops else peak_flops(gpu)
+    launched = time.time() - psutil.Process().create_time()
+    shares = ", ".join(f"{stage} {seconds:.0f}" for stage, seconds in timer.seconds.items())
+    say(f"ready {launched:.0f} s after launch ({shares})")
+    progress.start_clock()
+    return Session(
+        config=config,
+        group=group,
+        rollout=rollout,
+        sync=sync,
+        prompts=inputs.prompts,
+        validation=inputs.validation,
+        stop_token_ids=stops,
+        learning=Learning(config, group, hf_config.hidden_size, steps),
+        flops=Flops(hf_config, inputs.critic_config, peak),
+        checkpoints=inputs.checkpoints,
+        writer=MetricsWriter(config.run.folder, state.step),
+        progress=progress,
+        stop=stop,
+    )
+
+
+def _build_roles(config: Config, inputs: Inputs, group: TrainerGroup, say: Callable[[str], None]) -> None:
+    """Build the roles, load the checkpoint, and move off the GPU what the configuration offloads."""
+    folder, checkpoint, state = inputs.folder, inputs.checkpoint, inputs.state
     for role in config.roles():
         source = config.critic.path if role == "critic" and config.critic.path else folder
         facts = group.call(f"building the {role}", "build_role", role, source, deadline=config.run.startup_deadline)[0]
@@ -211,29 +276,6 @@ def build(config: Config, inputs: Inputs, stop: StopRequest) -> Session:
         offload = role_offload(config, role)
         kinds = [k for k in ("parameters", "gradients", "optimizer") if getattr(offload, k)]
         group.call(f"moving the {role} to the host", "release", role, kinds)
-    receivers = Receivers.start(config, placed) if placed.engine else None
-    rollout = _start_rollout(config, group, placed, receivers, folder)
-    sync = WeightSync(config, group, rollout, hf_config, receivers)
-    sync.prepare()
-    say(f"weight sync: {sync.summary}")
-    gpu = group.call("reading the device", "device_name")[0]
-    peak = config.cluster.peak_tflops * 1e12 if config.cluster.peak_tflops else peak_flops(gpu)
-    progress.start_clock()
-    return Session(
-        config=config,
-        group=group,
-        rollout=rollout,
-        sync=sync,
-        prompts=inputs.prompts,
-        validation=inputs.validation,
-        stop_token_ids=stop_tokens(folder, inputs.tokenizer),
-        learning=Learning(config, group, hf_config.hidden_size, steps),
-        flops=Flops(hf_config, inputs.critic_config, peak),
-        checkpoints=inputs.checkpoints,
-        writer=MetricsWriter(config.run.folder, state.step),
-        progress=progress,
-        stop=stop,
-    )
 
 
 def _first_state(config: Config, prompts: PromptStream) -> DriverState:
@@ -245,36 +287,64 @@ def _first_state(config: Config, prompts: PromptStream) -> DriverState:
     )
 
 
+@dataclass(frozen=True)
+class _Replicas:
+    """SGLang's processes, started and not set up yet."""
+
+    starter: Starter
+    workers: list[Any]
+    seats: list[placement.Seat]
+    """Of each replica's first rank."""
+    gpus: list[str]
+    """For errors, which GPUs each has."""
+
+    @classmethod
+    def start(
+        cls,
+        config: Config,
+        all_seats: Sequence[placement.Seat],
+        placed: placement.Placement,
+        folder: str,
+        stop_token_ids: tuple[int, ...],
+    ) -> _Replicas:
+        size = config.rollout.tensor
+        replicas = [all_seats[replica * size : (replica + 1) * size] for replica in range(config.num_replicas)]
+        for own in replicas:
+            _check_replica(own)
+        remote = ray.remote(RolloutWorker)
+        seats = [own[0] for own in replicas]
+        options = [
+            placement.actor_options(placed.bundles, seat.bundle, placement.ENGINE_SHARE, placed.variables)
+            for seat in seats
+        ]
+        logs = os.path.abspath(os.path.join(config.run.folder, "logs"))
+        os.makedirs(logs, exist_ok=True)
+        files = [os.path.join(logs, f"sglang_{replica}.log") for replica in range(len(seats))]
+        starter = Starter(
+            lambda replica: remote.options(**options[replica]).remote(),
+            lambda replica, worker: worker.setup.remote(
+                config, folder, replica, seats[replica].gpu, files[replica], stop_token_ids
+            ),
+            files,
+        )
+        workers = [starter.create(replica) for replica in range(len(seats))]
+        for worker in workers:
+            worker.import_engine.remote()
+        return cls(starter, workers, seats, [placement.on_gpus(own) for own in replicas])
+
+
 def _start_rollout(
-    config: Config, group: TrainerGroup, placed: placement.Placement, receivers: Receivers | None, folder: str
+    config: Config, group: TrainerGroup, replicas: _Replicas | None, folder: str, stop_token_ids: tuple[int, ...]
 ) -> Rollout:
     deadline = config.run.startup_deadline
-    if config.rollout.engine == "hf":
-        group.call("starting the rollout engine", "build_embedded", folder, deadline=deadline)
+    if replicas is None:
+        group.call("starting the rollout engine", "build_embedded", folder, stop_token_ids, deadline=deadline)
         return Rollout(config, group.actors, [s.host for s in group.seats], embedded=True)
-    size, all_seats = config.rollout.tensor, group.seats if receivers is None else receivers.seats
-    replicas = [all_seats[replica * size : (replica + 1) * size] for replica in range(config.num_replicas)]
-    for own in replicas:
-        _check_replica(own)
-    remote = ray.remote(RolloutWorker)
-    seats = [own[0] for own in replicas]
-    options = [
-        placement.actor_options(placed.bundles, seat.bundle, placement.ENGINE_SHARE, placed.variables) for seat in seats
-    ]
-    logs = os.path.abspath(os.path.join(config.run.folder, "logs"))
-    os.makedirs(logs, exist_ok=True)
-    files = [os.path.join(logs, f"sglang_{replica}.log") for replica in range(len(seats))]
-    starter = Starter(
-        lambda replica: remote.options(**options[replica]).remote(),
-        lambda replica, worker: worker.setup.remote(config, folder, replica, seats[replica].gpu, files[replica]),
-        files,
-    )
-    workers = [starter.create(replica) for replica in range(len(seats))]
-    refs = [starter.set_up(replica, worker) for replica, worker in enumerate(workers)]
-    gpus = [placement.on_gpus(own) for own in replicas]
-    callees = [Callee(f"SGLang replica {i}{gpus[i]}", seat.host) for i, seat in enumerate(seats)]
+    hosts, gpus = [seat.host for seat in replicas.seats], replicas.gpus
+    refs = [replicas.starter.set_up(replica, worker) for replica, worker in enumerate(replicas.workers)]
+    callees = [Callee(f"SGLang replica {i}{gpus[i]}", host) for i, host in enumerate(hosts)]
     gather(refs, callees, "starting SGLang", deadline)
-    return Rollout(config, workers, [s.host for s in seats], embedded=False, gpus=gpus, starter=starter)
+    return Rollout(config, replicas.workers, hosts, embedded=False, gpus=gpus, starter=replicas.starter)
 
 
 def _check_replica(seats: Sequence[placement.Seat]) -> None:

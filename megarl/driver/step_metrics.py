@@ -54,10 +54,12 @@ def step_metrics(
         **length_metrics("response_length", responses, config.data.max_response_length),
         **length_metrics("prompt_length", prompts, config.data.max_prompt_length),
         "response_length/aborted_ratio": float(np.mean([info.finish_reason == "abort" for info in batch.infos])),
+        **_rollout_metrics(batch, seconds),
         "perf/total_num_tokens": float(batch.num_tokens),
         "perf/time_per_step": total,
         "perf/throughput": batch.num_tokens / (total * ranks),
         "reward/failed": float(sum(info.reward_error is not None for info in batch.infos)),
+        "reward/overlong_penalty": float(np.mean([info.penalty for info in batch.infos])),
         "reward/timed_out": float(sum(is_timeout(info.reward_error) for info in batch.infos)),
         **{f"perf/{name}": value for name, value in memory.items()},
         **{f"timing_s/{stage}": value for stage, value in seconds.items()},
@@ -81,6 +83,28 @@ def _mfu(config: Config, lengths: Sequence[int], seconds: Mapping[str, float], f
             metrics[f"perf/mfu/{role}"] = epochs * train_flops(shape, lengths, outputs) / available
             if role == "actor":
                 metrics["perf/mfu_verl/actor"] = epochs * train_flops_verl(shape, lengths) / available
+    return metrics
+
+
+def _rollout_metrics(batch: RolloutBatch, seconds: Mapping[str, float]) -> dict[str, float]:
+    """How generation went: RolloutFigures. rollout/tokens_per_s counts response tokens, over all replicas; running and
+    waiting are answers of one replica."""
+    figures, activity = batch.figures, batch.figures.activity
+    metrics = {
+        "rollout/cache_hit_rate": figures.cache_hit_rate,
+        "rollout/idle_share": figures.idle_share,
+        "rollout/tail_share": figures.tail_share,
+    }
+    if seconds.get("gen"):
+        metrics["rollout/tokens_per_s"] = sum(info.response_length for info in batch.infos) / seconds["gen"]
+    if activity.num_looks:
+        metrics |= {
+            "rollout/running_mean": activity.num_running,
+            "rollout/running_max": activity.max_running,
+            "rollout/waiting_mean": activity.num_waiting,
+            "rollout/waiting_max": activity.max_waiting,
+            "rollout/kv_cache_use_max": activity.max_cache_use,
+        }
     return metrics
 
 

@@ -20,7 +20,7 @@ from megarl.reshard import channel
 from megarl.reshard.channel import UNVERIFIED, WENT_AWAY, LoadReport
 from megarl.reshard.checksum import TensorChecksums, compare
 from megarl.reshard.layout import Layout
-from megarl.reshard.layouts import hf_layout, sglang_layout
+from megarl.reshard.layouts import SGLANG_VOCAB_MULTIPLE, hf_layout, sglang_layout
 from megarl.reshard.plan import Summary
 from megarl.workers import placement
 from megarl.workers.calls import ECHOES, Callee, WorkerError, gather
@@ -28,9 +28,6 @@ from megarl.workers.group import TrainerGroup
 from megarl.workers.placement import Seat
 from megarl.workers.receiver import Receivers
 from megarl.workers.weights import SyncReport, SyncTerms, compare_parameters, wire_dtype
-
-SGLANG_VOCAB_MULTIPLE = 64
-"""SGLang pads the vocabulary to a multiple of this (vocab_parallel_embedding.py, DEFAULT_VOCAB_PADDING_SIZE)."""
 
 DEADLINE_SHARE = 0.9
 """Of run.deadline: trainers and loaders give up before the driver does, and say where they were."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.cache_utils import DynamicCache
 
-from megarl.types import GenerationRequest, GenerationResult
+from megarl.types import Activity, GenerationRequest, GenerationResult
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -76,6 +76,15 @@ class HFEngine:
             results.update(zip(indices, self._generate_batch([requests[i] for i in indices]), strict=True))
         return [results[i] for i in range(len(requests))]
 
+    def start(self, requests: Sequence[GenerationRequest], put: Callable[[GenerationResult | Exception], None]) -> None:
+        """Answer all requests, then give each result to `put`.
+
+        Raises:
+            ValueError: as `generate`.
+        """
+        for result in self.generate(requests):
+            put(result)
+
     def parameters(self) -> dict[str, Tensor]:
         """The parameters under their names on disk, to be written in place. A tied output layer is the embedding only.
 
@@ -100,12 +109,15 @@ class HFEngine:
     def abort_all(self) -> None:
         """Calls are synchronous: nothing is in flight."""
 
+    def check(self) -> None:
+        """There is no process that could have died."""
+
+    def activity(self) -> Activity:
+        """Calls are synchronous: nothing to look at."""
+        return Activity()
+
     def shutdown(self) -> None:
         """No process to end."""
-
-    @property
-    def is_alive(self) -> bool:
-        return True
 
     @torch.inference_mode()
     def _generate_batch(self, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:

@@ -23,8 +23,9 @@ import threading
 import time
 import typing
 import uuid
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
@@ -34,7 +35,7 @@ from megarl.compat import sglang_cpu
 from megarl.config import SGLANG_REPACKING_MOE
 from megarl.reshard import channel, transports
 from megarl.reshard.channel import LoadReport
-from megarl.types import FinishReason, GenerationRequest, GenerationResult
+from megarl.types import Activity, FinishReason, GenerationRequest, GenerationResult
 
 if TYPE_CHECKING:
     from megarl.config import RolloutConfig
@@ -64,10 +65,17 @@ CPU_MAX_TOKENS = 1 << 18
 """Without a GPU: bounds of the batch and of the KV cache, which is committed as it is used."""
 
 POLL_SECONDS = 0.5
+LOOK_SECONDS = 0.25
+"""Between two looks at what a replica does."""
 LOG_TAIL_LINES = 40
 LOG_TAIL_WIDTH = 500
 DEATH_LINES = 8
 """Of the log, where a run goes on without the replica."""
+
+
+def import_sglang() -> None:
+    """Import what the engine needs, which takes seconds."""
+    sglang_cpu.engine_class()
 
 
 class EngineDied(RuntimeError):
@@ -110,11 +118,15 @@ class SGLangEngine:
         self.tensor_size = tensor_size
         self.max_length = max_length
         self.sleeps = device == "cuda" and rollout.sleeps
+        self._graph_tags = ("cuda_graph",) if self.sleeps and rollout.sglang.release_cuda_graphs else ()
         self.deadline = deadline
         self.log_file = log_file
         self.weight_version = 0
         self._asleep: set[str] = set()
         self._is_flushed = False
+        self._rids: dict[str, str] = {}
+        """SGLang's names of the requests in flight."""
+        self._looks: list[Load] = []
         self._processes: list[psutil.Process] = []
         engine_class = sglang_cpu.engine_class()
         from sglang.srt.server_args import ServerArgs
@@ -140,7 +152,10 @@ class SGLangEngine:
         self._replies = tempfile.mkdtemp(prefix="megarl-sglang-")
         before = set(psutil.Process().children(recursive=True))
         try:
-            with _environment(environment_options(device, tensor_size)), _host_logging(log_file):
+            with (
+                _environment(environment_options(device, tensor_size, bool(self._graph_tags))),
+                _host_logging(log_file),
+            ):
                 self._engine = engine_class(**options, custom_sigquit_handler=_ignore_child_failure)
         except Exception as error:
             self._processes = [p for p in psutil.Process().children(recursive=True) if p not in before]
@@ -157,6 +172,7 @@ class SGLangEngine:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="sglang-engine", daemon=True)
         self._thread.start()
+        self._submit(self._look())
         if log_file is not None and rollout.sglang.log_stats > 0:
             self._submit(self._log_stats(log_file, rollout.sglang.log_stats))
 
@@ -178,24 +194,50 @@ class SGLangEngine:
             ValueError: two requests with one uid, an empty prompt, or more tokens than max_length.
             RuntimeError: as `generate`.
         """
+        answers: queue.SimpleQueue[GenerationResult | Exception] = queue.SimpleQueue()
+        self.start(requests, answers.put)
+        left = {request.uid for request in requests}
+        try:
+            while left:
+                answer = self._next_answer(answers)
+                if isinstance(answer, Exception):
+                    self.check()  # what a request fails of then is a consequence
+                    raise answer
+                left.discard(answer.uid)
+                yield answer
+        finally:
+            if left and self.is_alive:
+                self.abort(left)
+
+    def start(self, requests: Sequence[GenerationRequest], put: Callable[[GenerationResult | Exception], None]) -> None:
+        """Ask for answers, all in flight at once; `put` gets each result as it ends, from the engine's own thread, and
+        a RuntimeError for a request that SGLang refused.
+
+        Raises:
+            ValueError: two requests with one uid, an empty prompt, or more tokens than max_length.
+            RuntimeError: the engine sleeps, or has died.
+        """
         check_requests(requests, self.max_length)
         if self._asleep:
             raise RuntimeError(f"the engine sleeps ({', '.join(sorted(self._asleep))} released); wake it first")
         self._check_alive("generate")
         self._is_flushed = False
-        answers: queue.SimpleQueue[GenerationResult | Exception] = queue.SimpleQueue()
         flight = uuid.uuid4().hex
-        future = self._submit(self._fly(requests, flight, answers.put))
-        try:
-            for _ in requests:
-                answer = self._next_answer(answers)
-                if isinstance(answer, Exception):
-                    self._check_alive("generate")  # what a request fails of then is a consequence
-                    raise answer
-                yield answer
-        finally:
-            if not future.done() and self.is_alive:
-                self._loop.call_soon_threadsafe(self._abort_flight, flight, len(requests))
+        self._rids.update({request.uid: f"{flight}-{index}" for index, request in enumerate(requests)})
+        self._submit(self._fly(requests, put))
+
+    def abort(self, uids: Iterable[str]) -> None:
+        """End these requests; each is answered with what it has, finish_reason "abort". Returns at once."""
+        rids = {self._rids[uid] for uid in uids if uid in self._rids}
+
+        def each() -> None:
+            """Until they are gone: SGLang passes over a request that it is yet to hear of."""
+            for rid in rids.intersection(self._rids.values()):
+                self._engine.tokenizer_manager.abort_request(rid=rid)
+            if rids.intersection(self._rids.values()):
+                self._loop.call_later(POLL_SECONDS, each)
+
+        self._loop.call_soon_threadsafe(each)
 
     def abort_all(self) -> None:
         """End every request in flight; each is answered with what it has, finish_reason "abort"."""
@@ -205,18 +247,27 @@ class SGLangEngine:
 
         self._call(abort(), "abort_all")
 
+    def check(self) -> None:
+        """Raises EngineDied when a process of SGLang has ended."""
+        self._check_alive("generate")
+
+    def activity(self) -> Activity:
+        """What the replica did since this was last asked."""
+        looks, self._looks = self._looks, []
+        return summarize(looks)
+
     async def _fly(
-        self, requests: Sequence[GenerationRequest], flight: str, put: Callable[[GenerationResult | Exception], None]
+        self, requests: Sequence[GenerationRequest], put: Callable[[GenerationResult | Exception], None]
     ) -> None:
         from sglang.srt.managers.io_struct import GenerateReqInput
 
-        async def one(index: int, request: GenerationRequest) -> None:
+        async def one(request: GenerationRequest) -> None:
             try:
                 asked = GenerateReqInput(
                     input_ids=[int(t) for t in request.prompt_ids],
                     sampling_params=sampling_options(request),
                     return_logprob=True,
-                    rid=f"{flight}-{index}",
+                    rid=self._rids[request.uid],
                 )
                 output = await anext(self._engine.tokenizer_manager.generate_request(asked, None))
                 put(parse_output(request.uid, output, self.weight_version))
@@ -224,27 +275,33 @@ class SGLangEngine:
                 # FastAPI's HTTPException holds the reason in detail and has an empty str().
                 reason = getattr(error, "detail", None) or str(error) or type(error).__name__
                 put(RuntimeError(f"SGLang refused request {request.uid}: {reason}"))
+            finally:
+                self._rids.pop(request.uid, None)
 
-        await asyncio.gather(*(one(i, request) for i, request in enumerate(requests)))
+        await asyncio.gather(*(one(request) for request in requests))
 
     def _next_answer(self, answers: queue.SimpleQueue[T]) -> T:
         while True:
             try:
                 return answers.get(timeout=POLL_SECONDS)
             except queue.Empty:
-                self._check_alive("generate")
+                self.check()
 
-    def _abort_flight(self, flight: str, count: int) -> None:
-        for index in range(count):
-            self._engine.tokenizer_manager.abort_request(rid=f"{flight}-{index}")
+    async def _look(self) -> None:
+        """See what the replica does while requests are in flight. SGLang's schedulers leave it in shared memory: nobody
+        is asked, and nobody waits."""
+        while self.is_alive:
+            await asyncio.sleep(LOOK_SECONDS)
+            if self._rids:
+                with contextlib.suppress(Exception):  # a look that is missing is no reason to stop
+                    self._looks.append(load_figures(await self._engine.tokenizer_manager.get_loads()))
 
     async def _log_stats(self, log_file: str, seconds: float) -> None:
-        """Say every so many seconds what the replica does. SGLang's schedulers leave it in shared memory: nobody is
-        asked, and nobody waits."""
+        """Say every so many seconds what the replica does."""
         while self.is_alive:
             await asyncio.sleep(seconds)
             try:
-                line = stats_line(await self._engine.tokenizer_manager.get_loads())
+                line = stats_line(load_figures(await self._engine.tokenizer_manager.get_loads()))
             except Exception as error:  # a line that is missing is no reason to stop
                 line = f"no statistics: {type(error).__name__}: {error}"
             with open(log_file, "a", encoding="utf-8") as file:
@@ -385,7 +442,7 @@ class SGLangEngine:
         Raises:
             RuntimeError: answers are in flight.
         """
-        tags = [tag for tag in WAKE_TAGS if tag not in self._asleep]
+        tags = [tag for tag in (*WAKE_TAGS, *self._graph_tags) if tag not in self._asleep]
         if not self.sleeps or not tags:
             return
         from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
@@ -397,10 +454,12 @@ class SGLangEngine:
         self._asleep.update(tags)
 
     def wake(self, tags: Sequence[str] = WAKE_TAGS) -> None:
-        """Take back the memory of "weights" or "kv_cache", or both. What is awake stays so."""
+        """Take back the memory of "weights" or "kv_cache", or both. What is awake stays so; captured CUDA graphs come
+        with the KV cache."""
         from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
 
-        released = [tag for tag in tags if tag in self._asleep]
+        own = self._graph_tags if "kv_cache" in tags else ()
+        released = [tag for tag in (*tags, *own) if tag in self._asleep]
         if not released:
             return
         request = ResumeMemoryOccupationReqInput(tags=released)
@@ -639,15 +698,48 @@ def _moe_runner(engine: Any) -> str:
     return str(getattr(asked, "moe_runner_backend", "auto"))
 
 
-def stats_line(loads: Sequence[Any]) -> str:
-    """SGLang's load snapshots as a line of its log: "megarl: 12 running, 3 waiting, KV cache 41%, ..." """
-    total = {name: sum(getattr(load, name, 0) for load in loads) for name in ("num_running_reqs", "num_waiting_reqs")}
-    usage = max((getattr(load, "token_usage", 0.0) for load in loads), default=0.0)
-    hits = max((getattr(load, "cache_hit_rate", 0.0) for load in loads), default=0.0)
-    rate = sum(getattr(load, "gen_throughput", 0.0) for load in loads)
+@dataclass(frozen=True)
+class Load:
+    """What a replica does at a moment."""
+
+    num_running: int
+    num_waiting: int
+    cache_use: float
+    """Share of the KV cache that requests hold."""
+    hit_rate: float
+    """Share of prompt tokens that came from the radix cache, of late."""
+    tokens_per_second: float
+
+
+def load_figures(loads: Sequence[Any]) -> Load:
+    """SGLang's load snapshots, one a data-parallel rank, as one."""
+    return Load(
+        sum(getattr(load, "num_running_reqs", 0) for load in loads),
+        sum(getattr(load, "num_waiting_reqs", 0) for load in loads),
+        max((getattr(load, "token_usage", 0.0) for load in loads), default=0.0),
+        max((getattr(load, "cache_hit_rate", 0.0) for load in loads), default=0.0),
+        sum(getattr(load, "gen_throughput", 0.0) for load in loads),
+    )
+
+
+def summarize(looks: Sequence[Load]) -> Activity:
+    """Means and maxima of looks at equal intervals."""
+    running, waiting = [look.num_running for look in looks], [look.num_waiting for look in looks]
+    return Activity(
+        len(looks),
+        sum(running) / max(len(looks), 1),
+        max(running, default=0),
+        sum(waiting) / max(len(looks), 1),
+        max(waiting, default=0),
+        max((look.cache_use for look in looks), default=0.0),
+    )
+
+
+def stats_line(load: Load) -> str:
+    """A line of the replica's log: "megarl: 12 running, 3 waiting, KV cache 41%, ..." """
     return (
-        f"megarl: {total['num_running_reqs']} running, {total['num_waiting_reqs']} waiting, KV cache {usage:.0%}, "
-        f"{rate:,.0f} tokens/s, {hits:.0%} of prompt tokens from the radix cache"
+        f"megarl: {load.num_running} running, {load.num_waiting} waiting, KV cache {load.cache_use:.0%}, "
+        f"{load.tokens_per_second:,.0f} tokens/s, {load.hit_rate:.0%} of prompt tokens from the radix cache"
     )
 
 
@@ -679,10 +771,12 @@ def _cpu_options(rollout: RolloutConfig, max_length: int) -> dict[str, Any]:
     }
 
 
-def environment_options(device: str, tensor_size: int) -> dict[str, str]:
+def environment_options(device: str, tensor_size: int, release_cuda_graphs: bool = False) -> dict[str, str]:
     """SGLang's settings that are environment variables only."""
     # context_length may exceed the model's own by CONTEXT_SLACK: no token is ever generated there.
     options = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
+    if release_cuda_graphs:
+        options["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "1"
     if device == "cpu":
         options["TORCHDYNAMO_DISABLE"] = "1"  # compiling a few small functions costs seconds
         options["GLOO_SOCKET_IFNAME"] = "lo"
@@ -749,6 +843,7 @@ def parse_output(uid: str, output: Mapping[str, Any], weight_version: int) -> Ge
         logprobs=np.array([logprob for logprob, *_ in pairs], dtype=np.float32),
         finish_reason=_FINISH_REASONS[meta["finish_reason"]["type"]],
         weight_version=int(version) if version.isdigit() else weight_version,
+        cached_tokens=int(meta.get("cached_tokens") or 0),
     )
 
 

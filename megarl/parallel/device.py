@@ -78,6 +78,11 @@ class MemoryStatistics:
     free: int | None
     total: int | None
 
+    @property
+    def used_gb(self) -> float | None:
+        """Of the whole device, in GB (1e9 bytes); None on the CPU."""
+        return None if self.free is None or self.total is None else (self.total - self.free) / 1e9
+
 
 def memory_statistics() -> MemoryStatistics:
     """Of this process's allocator, and of the device as the driver sees it; zeros and None on the CPU."""

@@ -100,15 +100,19 @@ class TrainerGroup:
 
     # -------------------------------------------------------------------------------------------- a step
 
-    def begin_step(self, handles: Mapping[int, tuple[Any, int]], assignments: Mapping[str, PerData]) -> None:
-        """Tell every rank which samples it holds: those of its data-parallel rank in each role."""
+    def begin_step(
+        self, handles: Mapping[int, tuple[Any, int]], assignments: Mapping[str, PerData]
+    ) -> dict[str, float]:
+        """Tell every rank which samples it holds: those of its data-parallel rank in each role. Returns the memory in
+        use of the fullest GPU while the engine sleeps."""
         refs = []
         for rank, actor in enumerate(self.actors):
             wanted = {
                 i for role, per_data in assignments.items() for i in per_data[self.grids[role].coordinates(rank).data]
             }
             refs.append(actor.begin_step.remote({i: handles[i] for i in sorted(wanted)}))
-        self._gather("fetching samples", refs)
+        used = [found for found in self._gather("fetching samples", refs) if found is not None]
+        return {"perf/gpu_used_asleep_gb": max(used)} if used else {}
 
     def forward(self, role: str, micro_batches: PerData) -> list[ForwardResult]:
         """Forward-only pass; one result a data-parallel rank."""
@@ -118,9 +122,9 @@ class TrainerGroup:
     def receive(self, role: str, name: str, indices: PerData, refs: Sequence[Any]) -> None:
         self.call_by_data(f"moving {name}", role, "receive", indices, [refs] * len(indices), before=(name,))
 
-    def advantages(self, indices: PerData, kl_coef: float, group_advantages: PerData) -> list[Any]:
+    def advantages(self, indices: PerData, kl_coef: float, sample_advantages: PerData) -> list[Any]:
         results = self.call_by_data(
-            "advantages", "actor", "advantages", indices, [kl_coef] * len(indices), group_advantages
+            "advantages", "actor", "advantages", indices, [kl_coef] * len(indices), sample_advantages
         )
         return self.outputs("actor", results)
 

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from transformers import AutoTokenizer
 
 from megarl.config import Config
-from megarl.engines.sglang import SGLangEngine
+from megarl.engines.sglang import SGLangEngine, import_sglang
 from megarl.reshard.channel import LoadReport
-from megarl.workers.generation import Group, Job, Scorer, stream_jobs
+from megarl.workers.generation import Generation, Job, Scorer, Stopped, Surroundings, Taken
 
 
 class RolloutWorker:
     """The process of one replica."""
 
-    def setup(self, config: Config, folder: str, replica: int, gpu: int | None, log_file: str) -> None:
+    def setup(
+        self,
+        config: Config,
+        folder: str,
+        replica: int,
+        gpu: int | None,
+        log_file: str,
+        stop_token_ids: Sequence[int],
+    ) -> None:
         """Start the engine; its weights come by sync."""
         self.engine = SGLangEngine(
             folder,
@@ -34,7 +42,12 @@ class RolloutWorker:
         tokenizer = AutoTokenizer.from_pretrained(
             config.model.tokenizer_path or folder, trust_remote_code=config.model.trust_remote_code
         )
-        self.scorer = Scorer(tokenizer, config.reward)
+        surroundings = Surroundings.of(config, tokenizer, stop_token_ids)
+        self.generation = Generation(self.engine, Scorer(tokenizer, config.reward), surroundings)
+
+    def import_engine(self) -> None:
+        """Import SGLang, which takes seconds, before `setup` needs it."""
+        import_sglang()
 
     def heartbeat(self) -> str | None:
         """None while the replica runs; else why it does not."""
@@ -47,9 +60,17 @@ class RolloutWorker:
             {name: (info.shape, info.dtype) for name, info in rank.items()} for rank in self.engine.parameter_shapes()
         ]
 
-    def generate(self, jobs: Sequence[Job], with_texts: bool) -> list[Group]:
-        """Answer jobs, all in flight at once, each answer scored as it ends."""
-        return stream_jobs(self.engine, self.scorer, jobs, with_texts)
+    def submit_jobs(self, jobs: Mapping[int, Job]) -> None:
+        """Begin to answer jobs, all in flight at once; their numbers are the driver's."""
+        self.generation.submit(jobs)
+
+    def take_groups(self, at_least: int, wait: float) -> Taken:
+        """Groups that have ended and are scored: so many, or what there is after `wait` seconds."""
+        return self.generation.take(at_least, wait)
+
+    def stop_jobs(self, deadline: float) -> Stopped:
+        """End all that is under way."""
+        return self.generation.stop(deadline)
 
     def sync(self, number: int, sockets: Sequence[str], version: int, deadline: float) -> list[LoadReport]:
         """Take the weights of sync `number` and their version; what each tensor-parallel rank says of it."""
@@ -68,5 +89,7 @@ class RolloutWorker:
         self.engine.flush_cache()
 
     def shutdown(self) -> None:
-        self.engine.shutdown()
-        self.scorer.close()
+        try:
+            self.engine.shutdown()
+        finally:
+            self.generation.close()

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import psutil
 import ray
+import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoTokenizer
 
@@ -39,7 +40,7 @@ from megarl.reshard.layouts import hf_files_layout
 from megarl.reshard.plan import Place, ReshardPlan, plan
 from megarl.types import Sample
 from megarl.workers import placement, weights
-from megarl.workers.generation import Group, Job, Scorer, generate_jobs
+from megarl.workers.generation import Generation, Job, Scorer, Stopped, Surroundings, Taken
 from megarl.workers.messages import AdvantageResult, ForwardResult, MicroBatches, UpdatePlan, WhitenedResult
 from megarl.workers.step_store import StepStore
 
@@ -48,6 +49,9 @@ if TYPE_CHECKING:
 
 FORWARD_NAMES = {"actor": "old_logprobs", "reference": "reference_logprobs", "critic": "values"}
 """Under which name each role's forward pass is kept."""
+
+STOP_FACTOR = 1.5
+"""Times actor.target_kl: where an update ends, as in OpenAI Spinning Up's PPO."""
 
 
 class TrainerWorker:
@@ -80,7 +84,7 @@ class TrainerWorker:
         self.skipped_in_a_row: dict[str, int] = {}
         self.store = StepStore()
         self.embedded: HFEngine | None = None
-        self.scorer: Scorer | None = None
+        self.generation: Generation | None = None
         self._syncs = weights.SyncMember(config, rank, device.device())
 
     # -------------------------------------------------------------------------------------------- building
@@ -124,7 +128,7 @@ class TrainerWorker:
                 f"in the layout, {actual.get(name)} in Megatron"
             )
 
-    def build_embedded(self, folder: str) -> None:
+    def build_embedded(self, folder: str, stop_token_ids: Sequence[int]) -> None:
         """Host an hf engine in this process; its weights come by sync."""
         config = self.config
         self.embedded = HFEngine(
@@ -138,17 +142,20 @@ class TrainerWorker:
         tokenizer = AutoTokenizer.from_pretrained(
             config.model.tokenizer_path or folder, trust_remote_code=config.model.trust_remote_code
         )
-        self.scorer = Scorer(tokenizer, config.reward)
+        surroundings = Surroundings.of(config, tokenizer, stop_token_ids)
+        self.generation = Generation(self.embedded, Scorer(tokenizer, config.reward), surroundings)
 
     # -------------------------------------------------------------------------------------------- a step
 
-    def begin_step(self, samples: Mapping[int, tuple[Any, int]]) -> None:
-        """Fetch this rank's samples: sample index -> (reference to a list of samples, position in it)."""
+    def begin_step(self, samples: Mapping[int, tuple[Any, int]]) -> float | None:
+        """Fetch this rank's samples: sample index -> (reference to a list of samples, position in it). Returns the GB
+        of the GPU that are in use by anyone, for the engine sleeps now; None without one."""
         self.store = StepStore()
         device.reset_peak_memory()
         refs = list(dict.fromkeys(ref for ref, _ in samples.values()))
         lists: dict[Any, list[Sample]] = dict(zip(refs, ray.get(refs), strict=True))
         self.store.samples = {index: lists[ref][position] for index, (ref, position) in samples.items()}
+        return device.memory_statistics().used_gb
 
     def forward(self, role: str, micro_batches: MicroBatches) -> ForwardResult:
         """Log-probs or values of this data-parallel rank's samples, kept under FORWARD_NAMES."""
@@ -180,19 +187,21 @@ class TrainerWorker:
                 self.store.put(name, {i: v for i, v in values.items() if i in wanted})
 
     def advantages(
-        self, indices: Sequence[int], kl_coef: float, group_advantages: Sequence[float] | None
+        self, indices: Sequence[int], kl_coef: float, sample_advantages: Sequence[float] | None
     ) -> AdvantageResult:
         """Compute rewards and advantages of this rank's samples of the actor; whitening waits for everyone's sums."""
         store, config = self.store, self.config
         samples = [store.samples[i] for i in indices]
+        if config.algorithm.correction.bypass:
+            store.put("old_logprobs", {i: store.samples[i].rollout_logprobs for i in indices})
         result = step_advantages(
             config.algorithm,
             kl_coef,
             samples,
-            store.get("old_logprobs", indices),
+            store.get("old_logprobs", indices) if self._knows_old_logprobs else None,
             store.get("reference_logprobs", indices) if config.needs_reference else None,
             store.get("values", indices) if config.needs_critic else None,
-            group_advantages,
+            sample_advantages,
         )
         store.put("advantages", dict(zip(indices, result.advantages, strict=True)))
         if result.returns is not None:
@@ -228,47 +237,71 @@ class TrainerWorker:
         )
 
     def update(self, role: str, steps: UpdatePlan) -> dict[str, float]:
-        """Do a role's optimizer steps; returns its metrics, means over the optimizer steps."""
+        """Do a role's optimizer steps, all or until actor.target_kl ends them; returns its metrics, means over the
+        optimizer steps that were made."""
         from megarl.engines.objectives import policy_objective, value_objective
 
         config = self.config
         trained = config.actor if role == "actor" else config.critic
         sums_sequences = role == "actor" and config.actor.policy_loss == "gspo"
         context = self.engines[role].groups.context if sums_sequences else None
-        objective = policy_objective(config.actor, context) if role == "actor" else value_objective(config.critic)
+        objective = (
+            policy_objective(config.actor, context, steps.entropy_coef)
+            if role == "actor"
+            else value_objective(config.critic)
+        )
         constant = config.aggregation_constant if role == "actor" else None
-        has_entropy = role == "actor" and config.actor.entropy_coef != 0
+        has_entropy = role == "actor" and steps.entropy_coef != 0
         engine = self.engines[role]
         totals: dict[str, list[float]] = {}
-        step = steps.first_step
-        for _ in range(trained.batch.epochs):
-            for micro_batches, (tokens, sequences) in zip(steps.mini_batches, steps.denominators, strict=True):
-                batches = self.store.batches(
-                    micro_batches,
-                    self._multiple(role),
-                    self._per_token(role),
-                    self._weights(micro_batches, trained.aggregation, tokens, sequences, constant)
-                    | (_sequence_numbers(micro_batches) if sums_sequences else {}),
-                )
-                lr = learning_rate_of(trained.optimizer, step, steps.total_steps)
-                result = engine.train_step(
-                    batches, objective, lr=lr, temperature=config.rollout.temperature, with_entropy=has_entropy
-                )
-                step += 1
-                own = {
-                    **result.sums,
-                    f"{role}/grad_norm": result.grad_norm,
-                    f"{role}/lr": lr,
-                    f"{role}/skipped_updates": float(not result.applied),
-                }
-                for name, value in own.items():
-                    totals.setdefault(name, []).append(value)
-                self._count_skipped(role, result.applied, step, result.grad_norm)
-        skipped = sum(totals.pop(f"{role}/skipped_updates", []))
-        return {
-            **{name: float(np.mean(values)) for name, values in totals.items()},
-            f"{role}/skipped_updates": skipped,
-        }
+        planned = [*zip(steps.mini_batches, steps.denominators, strict=True)] * trained.batch.epochs
+        stopped = False
+        for step, (micro_batches, (tokens, sequences)) in enumerate(planned, steps.first_step):
+            batches = self.store.batches(
+                micro_batches,
+                self._multiple(role),
+                self._per_token(role),
+                self._weights(micro_batches, trained.aggregation, tokens, sequences, constant)
+                | (_sequence_numbers(micro_batches) if sums_sequences else {}),
+            )
+            lr = learning_rate_of(trained.optimizer, step, steps.total_steps)
+            result = engine.train_step(
+                batches, objective, lr=lr, temperature=config.rollout.temperature, with_entropy=has_entropy
+            )
+            own = {
+                **result.sums,
+                f"{role}/grad_norm": result.grad_norm,
+                f"{role}/lr": lr,
+                f"{role}/skipped_updates": float(not result.applied),
+            }
+            for name, value in own.items():
+                totals.setdefault(name, []).append(value)
+            self._count_skipped(role, result.applied, step + 1, result.grad_norm)
+            stopped = role == "actor" and self._has_gone_far(result.sums)
+            if stopped:
+                break
+        made = len(totals[f"{role}/lr"])
+        skipped = sum(totals.pop(f"{role}/skipped_updates"))
+        metrics = {name: float(np.mean(values)) for name, values in totals.items()}
+        if role == "actor" and config.actor.target_kl is not None:
+            metrics |= {
+                "actor/stopped_early": float(stopped and made < len(planned)),
+                "actor/optimizer_steps": float(made),
+            }
+        return metrics | {f"{role}/skipped_updates": skipped}
+
+    def _has_gone_far(self, sums: Mapping[str, float]) -> bool:
+        """Whether the policy was so far from the old one in an optimizer step that actor.target_kl ends the update. The
+        sums come from groups of ranks that may have added in another order, so one says it for all: ranks that did not
+        agree would wait for each other."""
+        if self.config.actor.target_kl is None:
+            return False
+        far = sums["actor/ppo_kl"] > STOP_FACTOR * self.config.actor.target_kl
+        if self.num_ranks == 1:
+            return far
+        flag = torch.tensor([far], dtype=torch.float32, device=device.device())
+        dist.all_reduce(flag, dist.ReduceOp.MAX)
+        return bool(flag.item())
 
     def _count_skipped(self, role: str, applied: bool, step: int, grad_norm: float) -> None:
         """Stop the run when too many updates in a row were skipped; the same on every rank."""
@@ -283,7 +316,9 @@ class TrainerWorker:
     def _per_token(self, role: str) -> dict[str, str]:
         if role == "critic":
             return {"old_values": "values", "returns": "returns"}
-        names = {"old_logprobs": "old_logprobs", "advantages": "advantages"}
+        names = {"advantages": "advantages"}
+        if self._knows_old_logprobs:
+            names["old_logprobs"] = "old_logprobs"
         if self.config.algorithm.correction.is_on:
             names["importance_weights"] = "importance_weights"
         return names | ({"reference_logprobs": "reference_logprobs"} if self.config.actor.kl_loss_coef > 0 else {})
@@ -299,6 +334,11 @@ class TrainerWorker:
             "loss_weight": dict(zip(indices, loss, strict=True)),
             "token_weight": dict(zip(indices, token, strict=True)),
         }
+
+    @property
+    def _knows_old_logprobs(self) -> bool:
+        """Otherwise they are those in the update."""
+        return self.config.algorithm.correction.bypass or not self.config.skips_old_logprobs
 
     def _multiple(self, role: str) -> int:
         return self.config.roles()[role].sequence_multiple
@@ -364,11 +404,21 @@ class TrainerWorker:
 
     # -------------------------------------------------------------------------------------------- engine and memory
 
-    def generate(self, jobs: Sequence[Job], with_texts: bool) -> list[Group]:
-        """Answer jobs with the embedded engine."""
-        assert self.embedded is not None, "build_embedded comes first"
-        assert self.scorer is not None, "build_embedded comes first"
-        return generate_jobs(self.embedded, self.scorer, jobs, with_texts)
+    def submit_jobs(self, jobs: Mapping[int, Job]) -> None:
+        """Answer jobs with the embedded engine; their numbers are the driver's."""
+        self._generation().submit(jobs)
+
+    def take_groups(self, at_least: int, wait: float) -> Taken:
+        """Groups that have ended and are scored: so many, or what there is after `wait` seconds."""
+        return self._generation().take(at_least, wait)
+
+    def stop_jobs(self, deadline: float) -> Stopped:
+        """End all that is under way."""
+        return self._generation().stop(deadline)
+
+    def _generation(self) -> Generation:
+        assert self.generation is not None, "build_embedded comes first"
+        return self.generation
 
     def release(self, role: str, kinds: Sequence[Kind]) -> None:
         """Move these kinds of a role's memory (parameters, gradients, optimizer) to the host while it is idle."""
@@ -387,9 +437,11 @@ class TrainerWorker:
         device.empty_cache()
 
     def memory(self) -> dict[str, float]:
-        """Peaks of this process's GPU memory and the host memory of its node, in GB (1e9 bytes)."""
+        """Peaks of this process's GPU memory, all that is in use of its GPU now, and of its node's host memory, in GB
+        (1e9 bytes)."""
         found = device.memory_statistics()
         return {
+            **({} if found.used_gb is None else {"gpu_used_awake_gb": found.used_gb}),
             "max_memory_allocated_gb": found.max_allocated / 1e9,
             "max_memory_reserved_gb": found.max_reserved / 1e9,
             "cpu_memory_used_gb": psutil.virtual_memory().used / 1e9,

@@ -18,11 +18,16 @@ import torch
 from transformers import LlamaConfig, Qwen2Config, Qwen3MoeConfig
 
 from megarl import config as megarl_config
+from megarl.config import RewardConfig
 from megarl.driver.sync import WeightSync
 from megarl.engines.sglang import EngineDied, SGLangEngine
+from megarl.environments import Step
 from megarl.reshard.channel import UNVERIFIED, Channel, ChannelDelivery
 from megarl.reshard.transports import BucketRegion
-from megarl.types import SamplingParams
+from megarl.rewards.pool import Done
+from megarl.types import Prompt, SamplingParams
+from megarl.workers import generation
+from megarl.workers.generation import Generation, Job, Scorer, Surroundings
 from tests.e2e.sglang_replica import (
     CPU,
     MAX_LENGTH,
@@ -130,6 +135,101 @@ def test_answers_come_as_they_end_and_can_be_aborted(replica):
     replica.engine.abort_all()
     assert {(a.uid, a.finish_reason) for a in answers} <= {(r.uid, f) for r in requests for f in ("abort", "length")}
     replica.engine.flush_cache()  # nothing is in flight any more
+
+
+class Echo:
+    """An environment that says as many tokens as the state counts, and is done in the fourth turn."""
+
+    def reset(self, prompt):
+        return Done(({"turn": 1}, None))
+
+    def step(self, state, answer):
+        turn = state["turn"]
+        return Done((Step({"turn": turn + 1}, "x" * turn, reward=turn / 4, done=turn == 4), None))
+
+    def close(self):
+        pass
+
+
+class Letters:
+    """As many tokens 7 as the text has letters."""
+
+    def decode(self, tokens, skip_special_tokens=False):
+        return "".join("x" for _ in tokens)
+
+    def __call__(self, role, text, max_tokens):
+        return np.full(len(text), 7)
+
+
+def generation_of(replica, max_turns=8):
+    own = Surroundings(Echo(), Letters(), max_turns, 16)
+    return Generation(replica.engine, Scorer(Letters(), RewardConfig("exact")), own)
+
+
+@pytest.fixture
+def _put(monkeypatch):
+    """The object store is not there: a reference is the thing itself."""
+    monkeypatch.setattr(generation.ray, "put", lambda value: value)
+
+
+def assert_logprobs_of_all_turns(model, sample, temperature):
+    """The engine's log-probs of what the policy wrote are those of one pass over the whole conversation."""
+    whole = dataclasses.replace(make_requests(1)[0], prompt_ids=sample.prompt_ids)
+    expected = logprobs_of(model, whole, sample, temperature)
+    mask = sample.loss_mask
+    np.testing.assert_allclose(sample.rollout_logprobs[mask], expected[mask], atol=1e-4)
+    assert not sample.rollout_logprobs[~mask].any()
+
+
+@pytest.mark.usefixtures("_put")
+def test_turns_with_an_environment_are_one_conversation_of_tokens(replica):
+    """Every turn of one token: any token stops it. Between turns the environment says 1, 2 and 3 tokens."""
+    any_token = tuple(range(replica.model.config.vocab_size))
+    sampling = SamplingParams(32, 0.8, stop_token_ids=any_token)
+    prompts = [Prompt(f"0-{i}", request.prompt_ids, "s", "") for i, request in enumerate(make_requests(3))]
+    own = generation_of(replica)
+    own.submit({i: Job(prompt, 2, sampling, 1, "exact") for i, prompt in enumerate(prompts)})
+    groups = own.take(3, 60.0).groups
+    assert sorted(groups) == [0, 1, 2]
+    for group in groups.values():
+        for sample in group.samples:
+            mask = [int(own) for own in sample.loss_mask]
+            assert mask == [1, 0, 1, 0, 0, 1, 0, 0, 0, 1]
+            assert sample.response_ids[~sample.loss_mask].tolist() == [7] * 6
+            assert sample.score == (1 + 2 + 3 + 4) / 4
+            assert_logprobs_of_all_turns(replica.model, sample, 0.8)
+
+
+@pytest.mark.usefixtures("_put")
+def test_what_is_stopped_goes_on_elsewhere_under_other_weights(replica):
+    """An answer is stopped a few times, each time taken up by another `Generation`, under another version."""
+    sampling = SamplingParams(MAX_LENGTH - 10, 1.0)
+    prompt = Prompt("0-0", make_requests(1)[0].prompt_ids, "s", "")
+    jobs, groups, lengths = {5: Job(prompt, 2, sampling, 1, "exact")}, {}, []
+    for version in (31, 32, 33):
+        replica.engine.set_version(version)
+        own = generation_of(replica)
+        own.submit(jobs)
+        groups |= own.take(1, 0.02).groups
+        stopped = own.stop(30.0)
+        jobs, groups = stopped.jobs, groups | stopped.groups
+        if groups:
+            break
+        lengths.append([trajectory.length for trajectory in jobs[5].begun])
+    assert lengths, "it was never stopped"
+    replica.engine.set_version(34)
+    own = generation_of(replica)
+    own.submit(jobs)
+    groups |= own.take(len(jobs), 120.0).groups
+    versions = list(range(31, 32 + len(lengths)))
+    for k, sample in enumerate(groups[5].samples):
+        assert len(sample.response_ids) == MAX_LENGTH - 10
+        assert sample.finish_reason == "length"
+        bounds = [0, *(own[k] for own in lengths), MAX_LENGTH - 10]
+        expected = [v for v, n in zip([*versions[:-1], 34], np.diff(bounds), strict=True) for _ in range(n)]
+        if jobs:
+            assert sample.weight_versions.tolist() == expected
+        assert_logprobs_of_all_turns(replica.model, sample, 1.0)
 
 
 def test_a_refused_request_raises_with_sglangs_reason(replica):

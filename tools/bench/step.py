@@ -54,10 +54,11 @@ def forced(args: argparse.Namespace, model: str, data: str, run: str) -> list[st
     precision = "bf16" if torch.cuda.is_available() else "fp32"
     return [
         f"run.dir={run}",
-        f"run.total_steps={args.steps + 1}",  # the last one saves a checkpoint and does not count
+        f"run.total_steps={args.steps}",
         "run.validate_every=0",
         "run.validate_before_training=false",
         "run.save_every=0",
+        "run.save_at_end=false",
         "run.save_model=false",
         f"model.path={model}",
         "model.create=null",

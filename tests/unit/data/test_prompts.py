@@ -310,7 +310,14 @@ def test_the_cursor_says_where_the_next_batch_starts():
         cursors.append(stream.state_dict())
     assert [(c["epoch"], c["position"]) for c in cursors] == [(0, 0), (0, 2), (1, 0), (1, 2)]
     assert stream.epoch == 1
-    assert cursors[0] == {"epoch": 0, "position": 0, "num_prompts": 5, "seed": 7, "shuffle": True}
+    assert cursors[0] == {
+        "epoch": 0,
+        "position": 0,
+        "returned": [],
+        "num_prompts": 5,
+        "seed": 7,
+        "shuffle": True,
+    }
 
 
 def test_a_cursor_is_good_for_another_batch_size():
@@ -334,6 +341,90 @@ def test_a_cursor_of_other_data_is_refused(changes, message):
     stream = PromptStream(a_set(6), 2, seed=0)
     with pytest.raises(ValueError, match=message):
         stream.load_state_dict({**stream.state_dict(), **changes})
+
+
+def test_any_number_of_prompts_can_be_taken_and_the_next_ones_follow():
+    stream = PromptStream(a_set(6), 2, seed=0, shuffle=False)
+    assert uids(stream.next(3)) == ["0-0", "0-1", "0-2"]
+    assert uids(stream.next(1)) == ["0-3"]
+    assert uids(stream.next()) == ["0-4", "0-5"]
+    assert uids(stream.next(1)) == ["1-0"]
+    assert uids(stream.next(6)) == [f"2-{row}" for row in range(6)]  # only five were left of epoch 1
+    assert uids(stream.next(8)) == [*(f"3-{row}" for row in range(6)), "4-0", "4-1"]  # more than there are
+
+
+def test_what_is_given_back_comes_first_and_as_it_was():
+    stream = PromptStream(a_set(8), 2, seed=0, shuffle=False)
+    taken = stream.next(4)
+    stream.put_back(taken[1:3])
+    stream.put_back(taken[3:])
+    assert uids(stream.next(1)) == ["0-3"]
+    (prompt,) = stream.next(1)
+    assert (prompt.uid, prompt.token_ids.tolist()) == ("0-1", [1])
+    assert uids(stream.next()) == ["0-2", "0-4"]
+
+
+def test_a_prompt_that_comes_again_leaves_room_in_its_epoch():
+    """One of five is left, which a step of two has no use for alone; with one that was given back it has."""
+    stream = PromptStream(a_set(5), 2, seed=0, shuffle=False)
+    taken = stream.next(4)
+    assert stream.epoch == 1
+    stream.put_back(taken[2:3])
+    assert stream.epoch == 0
+    cursor = json.loads(json.dumps(stream.state_dict()))
+    assert (cursor["epoch"], cursor["position"], cursor["returned"]) == (0, 4, ["0-2"])
+    assert uids(stream.next()) == ["0-2", "0-4"]
+    resumed = PromptStream(a_set(5), 2, seed=0, shuffle=False)
+    resumed.load_state_dict(cursor)
+    assert uids(resumed.next()) == ["0-2", "0-4"]
+
+
+@given(
+    st.integers(2, 20),
+    st.integers(1, 6),
+    st.integers(0, 3),
+    st.booleans(),
+    st.lists(st.tuples(st.integers(0, 4), st.integers(0, 6)), max_size=8),
+    st.integers(0, 7),
+)
+def test_a_stream_resumed_with_returned_prompts_goes_on_as_if_it_had_not_stopped(
+    size, per_step, seed, shuffle, steps, at
+):
+    """Steps that take some more than per_step and give some back; the cursor is saved before step `at`."""
+    per_step = min(per_step, size)
+
+    def walk(stream, steps):
+        found = []
+        for more, back in steps:
+            taken = stream.next(per_step + more)
+            found.append([(prompt.uid, prompt.token_ids.tolist()) for prompt in taken])
+            assert len(set(uids(taken))) == per_step + more
+            stream.put_back(taken[len(taken) - min(back, len(taken)) :])
+        return found
+
+    steps = [*steps, (0, 0), (0, 0)]
+    whole, stopped, resumed = (PromptStream(a_set(size), per_step, seed, shuffle) for _ in range(3))
+    expected = walk(whole, steps)
+    assert walk(stopped, steps[:at]) == expected[:at]
+    saved = json.loads(json.dumps(stopped.state_dict()))
+    resumed.next()
+    resumed.load_state_dict(saved)
+    assert resumed.state_dict() == saved
+    assert walk(resumed, steps[at:]) == expected[at:]
+
+
+def test_a_cursor_without_returned_prompts_is_of_before_there_were_any():
+    stream = PromptStream(a_set(6), 2, seed=0, shuffle=False)
+    stream.put_back(stream.next())
+    stream.load_state_dict({"epoch": 1, "position": 2, "num_prompts": 6, "seed": 0, "shuffle": False})
+    assert uids(stream.next()) == ["1-2", "1-3"]
+
+
+@pytest.mark.parametrize("uid", ["0-6", "7", "v-"])
+def test_a_prompt_to_ask_again_that_is_not_there_is_refused(uid):
+    stream = PromptStream(a_set(6), 2, seed=0)
+    with pytest.raises(ValueError, match=rf"prompt {uid} to ask again, but data\.train has no such row"):
+        stream.load_state_dict({**stream.state_dict(), "returned": ["0-5", uid]})
 
 
 def test_too_few_prompts_are_refused_with_the_numbers():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +31,19 @@ def test_the_state_comes_back_as_it_was(tmp_path: Path) -> None:
     assert folder == str(tmp_path / "checkpoints" / "step_000007")
     assert read_state(folder) == state(7)
     assert Path(folder, "weights").read_text() == "7"
+
+
+def test_what_older_checkpoints_lack_is_not_known(tmp_path: Path) -> None:
+    store = CheckpointStore(str(tmp_path), keep=2)
+    adapted = replace(state(7), entropy_coef=0.015)
+    folder = store.commit(store.begin(7), adapted)
+    assert read_state(folder) == adapted
+    manifest = Path(folder, MANIFEST)
+    fields = json.loads(manifest.read_text())
+    del fields["entropy_coef"]
+    manifest.write_text(json.dumps(fields))
+    assert read_state(folder) == state(7)
+    assert state(7).entropy_coef is None
 
 
 def test_an_unfinished_folder_is_never_chosen(tmp_path: Path) -> None:

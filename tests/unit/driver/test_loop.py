@@ -6,10 +6,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megarl import config
 from megarl.algorithms.advantages import Moments
+from megarl.data.prompts import PromptSet
 from megarl.driver import loop
 from megarl.driver.checkpoint import CheckpointStore, DriverState, read_state
 from megarl.driver.loop import Session, run
@@ -17,10 +19,11 @@ from megarl.driver.rollout import ReplicaDied, RolloutBatch
 from megarl.driver.step_metrics import Flops
 from megarl.driver.stop import StopRequest
 from megarl.metrics import MetricsWriter, read_metrics
-from megarl.types import SampleInfo
+from megarl.types import Prompt, SampleInfo
 from megarl.workers.calls import WorkerError
-from megarl.workers.generation import Group
+from megarl.workers.generation import Group, Shaping
 
+UNVALIDATED = {"validate_before_training": False}
 START = DriverState(0, {"row": 0}, {"actor": 0, "critic": 0}, 0.5)
 
 
@@ -28,11 +31,14 @@ class World:
     """Group, rollout, sync, prompts and progress in one: each call is an entry of `events`."""
 
     def __init__(self, folder: Path, total_steps: int, scores: list[float], **sections: Any) -> None:
+        one = {"mini_batch_prompts": 1}
         self.config = config.build(
             {
                 "model": {"create": {}},
-                "data": {"create": {}},
+                "data": {"create": {}, "prompts_per_step": 1},
                 **sections,
+                "actor": {"batch": one, **sections.get("actor", {})},
+                "critic": {"batch": one, **sections.get("critic", {})},
                 "run": {"dir": str(folder), "log_samples": 1, **sections.get("run", {})},
             }
         )
@@ -40,6 +46,8 @@ class World:
         self.validation_scores = iter(scores)
         self.row, self.stop, self.stop_in, self.total_steps = 0, StopRequest(), 0, total_steps
         self.texts: list[Any] = []
+        self.submitted: list[Prompt] = []
+        self.ended: dict[int, Group] = {}
         self.learned: list[tuple[int, float]] = []
         self.is_behind, self.reward_errors, self.embedded = 0, [None], False
         self.dead: dict[int, str] = {}
@@ -57,8 +65,10 @@ class World:
             group=SimpleNamespace(memory=dict, call=self.call),  # type: ignore[arg-type]
             rollout=self,  # type: ignore[arg-type]
             sync=SimpleNamespace(run=self.sync, prepare=lambda: self.events.append("plan")),  # type: ignore[arg-type]
-            prompts=SimpleNamespace(next=self.next, state_dict=lambda: {"row": self.row}),  # type: ignore[arg-type]
-            validation=SimpleNamespace(prompts=["validation"]),  # type: ignore[arg-type]
+            prompts=SimpleNamespace(  # type: ignore[arg-type]
+                next=self.next, put_back=self.put_back, state_dict=lambda: {"row": self.row}
+            ),
+            validation=PromptSet((Prompt("v-0", np.array([1]), "validation", ""),)),
             stop_token_ids=(2,),
             learning=None,  # type: ignore[arg-type]
             flops=Flops(None, None, None),
@@ -95,26 +105,59 @@ class World:
         self.dead = {}
         return [f"replica 1 was replaced: {dead[1]}"]
 
-    def next(self) -> list[str]:
-        self.row += 1
-        return ["training"]
+    def next(self, count: int) -> list[Prompt]:
+        rows = range(self.row, self.row + count)
+        self.row = rows.stop
+        return [Prompt(f"0-{row}", np.array([1]), "training", "") for row in rows]
+
+    def put_back(self, prompts: list[Prompt]) -> None:
+        self.row -= len(prompts)
 
     def submit(
-        self, prompts: list[str], n: int, sampling: Any, seed: int, reward: str, with_texts: bool = False
+        self,
+        prompts: list[Prompt],
+        n: int,
+        sampling: Any,
+        seed: int,
+        reward: str,
+        with_texts: bool = False,
+        with_baseline: bool = False,
+        shaping: Shaping | None = None,
     ) -> None:
-        self.what, self.sampling = prompts[0], sampling
-        self.events.append(f"submit {prompts[0]}")
+        self.submitted, self.what = [*self.submitted, *prompts], prompts[0].data_source
+        self.asked = (n, sampling, seed, reward, with_texts, with_baseline, shaping)
+        if self.what == "training":
+            self.asked_of_training = self.asked
+        self.events.append(f"submit {self.what}")
 
-    def next_batch(self) -> RolloutBatch:
+    @property
+    def num_open(self) -> int:
+        return len(self.submitted) - len(self.ended)
+
+    def wait(self, at_least: int) -> None:
         self.die_in(f"submit {self.what}", ReplicaDied("generation: SGLang replica 1 failed"))
-        score = next(self.validation_scores) if self.what == "validation" else 1.0
-        texts = (("2+2=", "4"),) if self.what == "validation" else ()
+        for number in [n for n in range(len(self.submitted)) if n not in self.ended][:at_least]:
+            self.ended[number] = self.group(self.submitted[number])
+
+    def group(self, prompt: Prompt) -> Group:
+        is_validation = prompt.data_source == "validation"
+        score = next(self.validation_scores) if is_validation else 1.0
         version = self.version - self.is_behind
         infos = tuple(
-            SampleInfo(f"u{i}", "g", 2, 3, 3, score, "stop", "s", version, error)
-            for i, error in enumerate(self.reward_errors if self.what == "training" else [None])
+            SampleInfo(f"u{i}", prompt.uid, 2, 3, 3, score, "stop", "s", version, error)
+            for i, error in enumerate([None] if is_validation else self.reward_errors)
         )
-        return RolloutBatch([Group(infos, None, texts)])
+        return Group(infos, None, (("2+2=", "4"),) if is_validation else ())
+
+    def finish(self, numbers: list[int]) -> tuple[RolloutBatch, list[Any]]:
+        batch = RolloutBatch([self.ended[number] for number in numbers])
+        left = [None] * self.num_open
+        self.submitted, self.ended = [], {}
+        return batch, left
+
+    def next_batch(self) -> RolloutBatch:
+        self.wait(self.num_open)
+        return self.finish(list(self.ended))[0]
 
     def sleep(self) -> None:
         self.events.append("sleep")
@@ -131,7 +174,15 @@ def learn(monkeypatch: pytest.MonkeyPatch) -> list[World]:
     """`learn` notes the step and the KL coefficient, counts one optimizer step, and has seen a KL of 3."""
     worlds: list[World] = []
 
-    def fake(learning: Any, batch: Any, step: int, kl_coef: float, optimizer_steps: dict[str, int], timer: Any) -> Any:
+    def fake(
+        learning: Any,
+        batch: Any,
+        step: int,
+        kl_coef: float,
+        optimizer_steps: dict[str, int],
+        timer: Any,
+        entropy: Any = None,
+    ) -> Any:
         worlds[0].events.append(f"learn {step}")
         worlds[0].learned.append((step, kl_coef))
         optimizer_steps["actor"] += 1
@@ -171,7 +222,53 @@ def test_the_order_of_a_step_is_that_of_a_colocated_engine(tmp_path: Path, learn
         None,
     )
     assert made.texts[0] == "before training: validation 0.250"
-    assert made.sampling.temperature == 0.0
+    n, sampling, seed, reward, with_texts, with_baseline, shaping = made.asked
+    own = made.config.rollout.validation
+    assert (n, sampling.temperature, with_texts, with_baseline, shaping) == (own.n, 0.0, True, False, None)
+    assert (seed, reward) == (made.config.run.seed + 1, made.config.reward.validation_function)
+
+
+def test_training_answers_are_asked_for_with_what_their_advantage_and_their_score_need(
+    tmp_path: Path, learn: list[World]
+) -> None:
+    """A greedy answer more for remax; and the limits of DAPO's soft punishment."""
+    made = world(
+        learn,
+        tmp_path,
+        1,
+        [0.0],
+        algorithm={"advantage": "remax"},
+        rollout={"n": 2},
+        reward={"overlong_buffer": 16, "overlong_factor": 0.5, "mask_truncated": True},
+        run=UNVALIDATED,
+    )
+    run(made.session(), START)
+    n, sampling, seed, reward, with_texts, with_baseline, shaping = made.asked_of_training
+    assert (n, sampling.temperature, with_texts, with_baseline) == (2, 1.0, False, True)
+    assert (seed, reward) == (made.config.run.seed, made.config.reward.function)
+    assert shaping == Shaping(made.config.data.max_response_length, 16, 0.5, True)
+
+
+def test_more_prompts_are_asked_than_a_step_needs_and_what_was_not_used_is_in_the_cursor(
+    tmp_path: Path, learn: list[World]
+) -> None:
+    """Three prompts for a step of one: two come again. The metrics say so."""
+    made = world(learn, tmp_path, 2, [0.0, 0.0], rollout={"oversample": 3.0})
+    run(made.session(), START)
+    first, *steps = read_metrics(made.writer.jsonl)
+    assert [entry["rollout/asked_prompts"] for entry in steps] == [3.0, 3.0]
+    assert [entry["rollout/unanswered_prompts"] for entry in steps] == [2.0, 2.0]
+    assert "rollout/asked_prompts" not in first  # validation
+    (state,) = (read_state(folder) for folder in made.checkpoints.complete())
+    assert state.data_cursor == {"row": 2}
+
+
+def test_groups_of_equal_scores_are_asked_for_again_within_a_step(tmp_path: Path, learn: list[World]) -> None:
+    made = world(learn, tmp_path, 1, [0.0], rollout={"keep_groups": "mixed", "n": 2, "max_refills": 2}, run=UNVALIDATED)
+    run(made.session(), START)
+    assert made.events.count("submit training") == 3
+    entry = read_metrics(made.writer.jsonl)[0]
+    assert (entry["rollout/equal_groups"], entry["rollout/refills"], entry["rollout/asked_prompts"]) == (3.0, 2.0, 3.0)
 
 
 def test_saving_and_validating_every_so_often(tmp_path: Path, learn: list[World]) -> None:
@@ -272,7 +369,7 @@ def test_answers_of_a_benchmark_end_at_nothing_and_those_of_validation_as_ever(
     assert (sampling.stop_token_ids, sampling.ignore_eos) == ((), True)
     made.version, made.is_behind = 0, 0
     loop.validate(session, 0)
-    assert (made.sampling.stop_token_ids, made.sampling.ignore_eos) == ((2,), False)
+    assert (made.asked[1].stop_token_ids, made.asked[1].ignore_eos) == ((2,), False)
 
 
 ANEW = ["release", "empty_cache", "replace 1", "plan", "sleep"]

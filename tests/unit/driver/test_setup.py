@@ -14,6 +14,7 @@ from transformers import Qwen3MoeConfig
 from megarl import config
 from megarl.config import SGLangConfig
 from megarl.driver.setup import check_layouts, create_inputs, prepare, stop_tokens, total_steps
+from megarl.rewards import sandbox
 
 
 def build(**sections: Any) -> config.Config:
@@ -110,6 +111,62 @@ def test_what_does_not_fit_the_model_is_said_before_any_process(
         )
     with pytest.raises(ValueError, match=message):
         prepare(made)
+
+
+TOOLS = """
+from megarl.environments import SingleTurn
+
+class Polite(SingleTurn):
+    def messages(self, prompt):
+        return prompt if isinstance(prompt, str) else [*prompt, {"role": "user", "content": "++"}]
+"""
+
+
+def test_an_environment_changes_what_the_model_is_told_in_training_and_validation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "polite_tools.py").write_text(TOOLS)
+    monkeypatch.syspath_prepend(tmp_path)
+    plain = prepare(ready(tmp_path / "plain"))
+    told = prepare(ready(tmp_path / "told", environment={"function": "polite_tools:Polite"}))
+    plus = plain.tokenizer.convert_tokens_to_ids("+")
+    for own, other in zip(told.prompts.next(), plain.prompts.next(), strict=True):
+        assert own.token_ids.tolist() == [*other.token_ids, plus, plus]
+        assert (own.uid, own.ground_truth, own.extra_info) == (other.uid, other.ground_truth, other.extra_info)
+    assert told.validation is not None
+    assert plain.validation is not None
+    for own, other in zip(told.validation.prompts, plain.validation.prompts, strict=True):
+        assert own.token_ids.tolist() == [*other.token_ids, plus, plus]
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"function": "calculater"}, "unknown environment 'calculater'; give calculator, or"),
+        (
+            {"function": "calculator", "max_observation_tokens": 3},
+            "environment.max_observation_tokens: is 3, but .* takes 4 tokens",
+        ),
+    ],
+)
+def test_an_environment_that_cannot_work_is_said_before_any_process(
+    environment: Any, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        prepare(ready(tmp_path, environment=environment))
+
+
+@pytest.mark.parametrize("key", ["function", "validation"])
+def test_a_models_code_is_not_run_without_isolation_unless_that_is_allowed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    monkeypatch.setattr(sandbox, "isolation_problem", lambda: "unshare: EPERM")
+    made = ready(tmp_path, reward={key: "code"})
+    with pytest.raises(ValueError, match=r"\(unshare: EPERM\).* set reward.allow_unsandboxed_code=true"):
+        prepare(made)
+    prepare(replace(made, reward=replace(made.reward, allow_unsandboxed_code=True)))
+    monkeypatch.setattr(sandbox, "isolation_problem", lambda: None)
+    prepare(made)
 
 
 def test_a_critic_that_does_not_know_the_actors_tokens_is_refused(tmp_path: Path) -> None:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from megarl import config
-from megarl.driver.rollout import RolloutBatch
+from megarl.driver.rollout import RolloutBatch, RolloutFigures
 from megarl.driver.step_metrics import Flops, step_metrics, validation_metrics
-from megarl.types import SampleInfo
+from megarl.types import Activity, SampleInfo
 from megarl.workers.generation import Group
 
 
@@ -70,12 +71,44 @@ def test_the_wait_for_scores_is_a_stage_of_its_own() -> None:
     """The second replica was done last, at 1.1 s: it waited 1.1 - 0.8 = 0.3 s for scores, of the 1.2 s that the driver
     saw. One reward of two failures timed out."""
     late = [info(3, 5, reward_error="reward timed out after 5 s"), info(3, 2, reward_error="KeyError")]
-    waited = RolloutBatch([Group(tuple(late), None, seconds=(0.2, 1.0)), Group(tuple(late), None, seconds=(0.8, 1.1))])
+    groups = [
+        Group(tuple(late), None, ended=(0.1, 0.2), scored=1.0),
+        Group(tuple(late), None, ended=(0.8, 0.3), scored=1.1),
+    ]
+    waited = RolloutBatch(groups)
     found = step_metrics(MADE, waited, SECONDS, Flops(SHAPE, SHAPE, None), {})
     assert found["timing_s/reward"] == pytest.approx(0.3)
     assert found["timing_s/gen"] == pytest.approx(0.9)
     assert found["timing_s/step"] == 4.0
     assert (found["reward/failed"], found["reward/timed_out"]) == (4.0, 2.0)
+
+
+def test_how_generation_went() -> None:
+    """The answers have 5 + 2 + 3 + 1 = 11 tokens, in 1.1 s; nothing is learned from the last one."""
+    infos = [info(3, 5), info(3, 2), info(4, 3), replace(info(2, 1), num_loss_tokens=0)]
+    figures = RolloutFigures(Activity(7, 12.5, 16.0, 3.5, 8.0, 0.75), 0.25, 0.4, 0.35, 6)
+    made = RolloutBatch([Group(tuple(infos), None)], figures)
+    found = step_metrics(MADE, made, {**SECONDS, "gen": 1.1}, Flops(SHAPE, SHAPE, None), {})
+    assert {name: value for name, value in found.items() if name.startswith("rollout/")} == pytest.approx(
+        {
+            "rollout/cache_hit_rate": 0.35,
+            "rollout/idle_share": 0.25,
+            "rollout/tail_share": 0.4,
+            "rollout/tokens_per_s": 10.0,
+            "rollout/running_mean": 12.5,
+            "rollout/running_max": 16.0,
+            "rollout/waiting_mean": 3.5,
+            "rollout/waiting_max": 8.0,
+            "rollout/kv_cache_use_max": 0.75,
+        }
+    )
+
+
+def test_an_engine_that_was_not_looked_at_says_nothing_of_its_load() -> None:
+    """The hf engine."""
+    found = step_metrics(MADE, BATCH, SECONDS, Flops(SHAPE, SHAPE, None), {})
+    names = {name.removeprefix("rollout/") for name in found if name.startswith("rollout/")}
+    assert names == {"cache_hit_rate", "idle_share", "tail_share", "tokens_per_s"}
 
 
 def test_mfu_by_hand() -> None:

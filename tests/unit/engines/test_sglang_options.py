@@ -14,16 +14,19 @@ from megarl.config import RolloutConfig, SGLangConfig
 from megarl.engines import sglang as engine
 from megarl.engines.sglang import (
     CONTEXT_SLACK,
+    Load,
     check_choices,
     check_requests,
+    load_figures,
     option_choices,
     parse_output,
     repacking,
     sampling_options,
     server_options,
     stats_line,
+    summarize,
 )
-from megarl.types import GenerationRequest, SamplingParams
+from megarl.types import Activity, GenerationRequest, SamplingParams
 
 KNOWN = [
     *("model_path", "tp_size", "dtype", "context_length", "random_seed", "trust_remote_code", "skip_tokenizer_init"),
@@ -118,16 +121,39 @@ def test_an_engine_that_would_pack_its_weights_does_not_start(monkeypatch):
         engine.SGLangEngine("m", 1, RolloutConfig(), "bf16", 8, seed=1, device="cpu")
 
 
+LOADS = [
+    SimpleNamespace(num_running_reqs=8, num_waiting_reqs=1, token_usage=0.25, gen_throughput=1500.4),
+    SimpleNamespace(num_running_reqs=4, num_waiting_reqs=2, token_usage=0.41, gen_throughput=810, cache_hit_rate=0.5),
+]
+
+
 def test_what_a_replica_does_as_a_line_of_its_log():
-    loads = [
-        SimpleNamespace(num_running_reqs=8, num_waiting_reqs=1, token_usage=0.25, gen_throughput=1500.4),
-        SimpleNamespace(
-            num_running_reqs=4, num_waiting_reqs=2, token_usage=0.41, gen_throughput=810, cache_hit_rate=0.5
-        ),
-    ]
-    assert stats_line(loads) == (
+    assert stats_line(load_figures(LOADS)) == (
         "megarl: 12 running, 3 waiting, KV cache 41%, 2,310 tokens/s, 50% of prompt tokens from the radix cache"
     )
+
+
+def test_what_the_data_parallel_ranks_do_together():
+    """Requests and tokens add up; the cache of each is its own, so the fullest counts."""
+    found = load_figures(LOADS)
+    assert (found.num_running, found.num_waiting, found.cache_use, found.hit_rate) == (12, 3, 0.41, 0.5)
+    assert found.tokens_per_second == pytest.approx(2310.4)
+    assert load_figures([]) == Load(0, 0, 0.0, 0.0, 0.0)
+    assert load_figures([SimpleNamespace()]) == Load(0, 0, 0.0, 0.0, 0.0)  # an SGLang that does not say
+
+
+def test_looks_at_a_replica_are_summarized():
+    """Running 4 8 6, waiting 0 1 5: means 6 and 2."""
+    looks = [Load(4, 0, 0.2, 0.5, 10.0), Load(8, 1, 0.7, 0.0, 20.0), Load(6, 5, 0.3, 0.0, 0.0)]
+    assert summarize(looks) == Activity(3, 6.0, 8, 2.0, 5, 0.7)
+    assert summarize([]) == Activity()
+
+
+def test_what_the_cache_held_of_a_prompt_is_known():
+    output = {"meta_info": {"finish_reason": {"type": "stop"}, "output_token_logprobs": [(-0.5, 7, None)]}}
+    assert parse_output("a", output, 3).cached_tokens == 0
+    output["meta_info"]["cached_tokens"] = 12
+    assert parse_output("a", output, 3).cached_tokens == 12
 
 
 def test_names_that_this_sglang_lacks_are_left_out():

@@ -1,0 +1,79 @@
+"""What a step learns from: prompts are asked until there are enough groups worth keeping.
+
+Without options that is one question to each of the step's prompts. With rollout.oversample more are asked and those
+that end first are taken (their prompts' turn comes again); with rollout.keep_groups: mixed, groups whose answers all
+score the same are left out and others asked in their place (DAPO's dynamic sampling, arXiv:2503.14476, section 3.2).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from megarl.config import Config
+from megarl.data.prompts import PromptStream
+from megarl.driver.rollout import Rollout, RolloutBatch
+from megarl.types import Prompt
+from megarl.workers.generation import Group
+
+
+@dataclass
+class Collection:
+    """One step's prompts on their way to a batch. `collect` may be called again after a replica has died."""
+
+    config: Config
+    prompts: PromptStream
+    rollout: Rollout
+    ask: Callable[[list[Prompt]], None]
+    """Submits prompts."""
+    asked: list[Prompt] = field(default_factory=list)
+    num_refills: int = 0
+
+    def collect(self) -> tuple[RolloutBatch, dict[str, float]]:
+        """The step's batch, and figures of what was left out. Prompts that were asked in vain are given back.
+
+        Raises:
+            ReplicaDied: replace it, sync, and call this again.
+        """
+        own, want = self.config.rollout, self.config.data.prompts_per_step
+        if not self.asked:
+            self._ask(want)
+        while True:
+            ended = self.rollout.ended
+            kept = [number for number, group in ended.items() if keeps(group, own.keep_groups)]
+            missing = want - len(kept)
+            if missing <= 0:
+                break
+            if missing > self.rollout.num_open and self.num_refills < own.max_refills:
+                self.num_refills += 1
+                self._ask(missing - self.rollout.num_open)
+            if not self.rollout.num_open:
+                break
+            self.rollout.wait(min(missing, self.rollout.num_open))
+        if not self.rollout.num_open:
+            kept.sort()  # all came: which of them came first does not matter
+        equal = [number for number in ended if not keeps(ended[number], own.keep_groups)]
+        kept = [*kept, *sorted(equal)][:want]  # nothing better was to be had
+        used = {ended[number].infos[0].group for number in (*kept, *equal)}
+        batch, unanswered = self.rollout.finish(kept)
+        self.prompts.put_back([prompt for prompt in self.asked if prompt.uid not in used])
+        figures = {
+            "rollout/asked_prompts": float(len(self.asked)),
+            "rollout/unanswered_prompts": float(len(unanswered)),
+            "rollout/equal_groups": float(len(equal)),
+            "rollout/refills": float(self.num_refills),
+        }
+        return batch, figures
+
+    def _ask(self, count: int) -> None:
+        new = self.prompts.next(math.ceil(count * self.config.rollout.oversample))
+        self.asked += new
+        self.ask(new)
+
+
+def keeps(group: Group, rule: str) -> bool:
+    """Whether a group is worth learning from: always, or ("mixed") where its answers' rewards differ, penalties for
+    their length not counted."""
+    # Rounded: a penalty that was added and taken away again leaves a trace.
+    return rule == "all" or len({round(info.score - info.penalty, 6) for info in group.infos}) > 1
