@@ -132,6 +132,9 @@ class DataConfig:
     overlong_prompts: Literal["drop", "truncate_left", "truncate_right", "error"] = "drop"
     apply_chat_template: bool = True
     shuffle: bool = True
+    curriculum: str | None = None
+    """Which prompts each epoch has, and in which order, in place of shuffling: package.module:function, called with the
+    epoch's number and all prompts (with their extra_info), gives the numbers of those to be asked."""
     max_validation_prompts: int | None = None
     create: CreateDataConfig | None = None
     """Generate the data instead of reading `train` and `validation`."""
@@ -1224,6 +1227,11 @@ def _validate_values(config: Config) -> Iterator[str]:
         yield f"actor.dual_clip: is {config.actor.dual_clip}, must be above 1 (3.0 is usual), or null to turn it off"
     if config.needs_critic and config.critic.aggregation == "constant":
         yield "critic.aggregation: constant is for the policy loss; use token-mean"
+    if config.data.curriculum is not None and config.run.total_steps is None:
+        yield (
+            "run.total_steps: is not set, but with data.curriculum epochs may differ in length, so that "
+            "run.total_epochs does not say how long to go on; set it"
+        )
     if config.rollout.oversample > 1 and config.rollout.engine == "hf":
         yield (
             f"rollout.oversample: is {config.rollout.oversample}, but the hf engine cannot stop answers that are under "

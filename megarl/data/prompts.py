@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -303,12 +303,18 @@ def _plain_text(prompt: str | list[dict[str, str]]) -> str:
     return prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)
 
 
+Curriculum = Callable[[int, Sequence[Prompt]], Sequence[int]]
+"""Gives, of an epoch's number from 0 and all prompts, the numbers of those that the epoch has, in their order. The same
+arguments must give the same numbers: a resumed run asks again."""
+
+
 class PromptStream:
     """An endless walk over a prompt set, the same for the same seed, that can be stopped and taken up anywhere.
 
     Every epoch has its own permutation, computed from (seed, epoch) alone. Batches never straddle epochs: what is left
     when fewer than `prompts_per_step` prompts remain is left out of that epoch (as verl's drop_last does), another part
-    in each epoch when shuffled. Without `shuffle` every epoch is in row order.
+    in each epoch when shuffled. Without `shuffle` every epoch is in row order. A curriculum gives each epoch's rows and
+    their order instead.
 
     Prompts get the uid "<epoch>-<uid in the set>", "2-17" for row 17 in the third epoch. Those that are given back come
     first next time.
@@ -316,7 +322,14 @@ class PromptStream:
     Raises ValueError when the set holds fewer than `prompts_per_step` prompts.
     """
 
-    def __init__(self, prompt_set: PromptSet, prompts_per_step: int, seed: int, shuffle: bool = True) -> None:
+    def __init__(
+        self,
+        prompt_set: PromptSet,
+        prompts_per_step: int,
+        seed: int,
+        shuffle: bool = True,
+        curriculum: Curriculum | None = None,
+    ) -> None:
         if prompts_per_step < 1:
             raise ValueError(f"data.prompts_per_step is {prompts_per_step}; it must be at least 1")
         if len(prompt_set) < prompts_per_step:
@@ -331,6 +344,7 @@ class PromptStream:
         self._prompts_per_step = prompts_per_step
         self._seed = seed
         self._shuffle = shuffle
+        self._curriculum = curriculum
         self._epoch = 0
         self._position = 0
         self._order = self._permutation(0)
@@ -349,12 +363,12 @@ class PromptStream:
         """The next prompts, `prompts_per_step` unless told otherwise; moves the cursor."""
         count = self._prompts_per_step if count is None else count
         taken, self._returned = self._returned[:count], self._returned[count:]
-        while missing := min(count - len(taken), len(self._prompts)):
-            epoch, position = self._normalised(missing)
+        while missing := count - len(taken):
+            epoch, position = self._normalised(min(missing, len(self._order)))
             if epoch != self._epoch:
                 self._order = self._permutation(epoch)
-            self._epoch, self._position = epoch, position + missing
-            rows = self._order[position : self._position]
+            rows = self._order[position : position + missing]
+            self._epoch, self._position = epoch, position + len(rows)
             taken += [replace(self._prompts[row], uid=f"{epoch}-{self._prompts[row].uid}") for row in rows]
         return taken
 
@@ -365,8 +379,8 @@ class PromptStream:
     def state_dict(self) -> dict[str, Any]:
         """The cursor: where the next batch starts, and what it is a cursor over. JSON-able; reading it moves nothing.
 
-        {"epoch": 2, "position": 512, "returned": ["2-17"], "num_prompts": 7473, "seed": 1, "shuffle": True}; position
-        counts prompts, returned has the uids of those that come first.
+        {"epoch": 2, "position": 512, "returned": ["2-17"], "num_prompts": 7473, "seed": 1, "shuffle": True,
+        "curriculum": None}; position counts prompts, returned has the uids of those that come first.
         """
         epoch, position = self._normalised()
         return {
@@ -376,6 +390,8 @@ class PromptStream:
             "num_prompts": len(self._prompts),
             "seed": self._seed,
             "shuffle": self._shuffle,
+            "curriculum": self._curriculum
+            and getattr(self._curriculum, "__qualname__", type(self._curriculum).__name__),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -384,17 +400,23 @@ class PromptStream:
         Raises ValueError when the cursor is over another number of prompts, or of another seed or order.
         """
         own = self.state_dict()
-        for name, key in (("num_prompts", "data.train"), ("seed", "run.seed"), ("shuffle", "data.shuffle")):
-            if state[name] != own[name]:
+        for name, key in (
+            ("num_prompts", "data.train"),
+            ("seed", "run.seed"),
+            ("shuffle", "data.shuffle"),
+            ("curriculum", "data.curriculum"),
+        ):
+            if state.get(name) != own[name]:
                 raise ValueError(
-                    f"the saved data cursor has {name} = {state[name]}, but this run has {own[name]}: the order of "
+                    f"the saved data cursor has {name} = {state.get(name)}, but this run has {own[name]}: the order of "
                     f"prompts would differ; resume with the {key} that the run began with, or start a new run"
                 )
         epoch, position = int(state["epoch"]), int(state["position"])
-        if epoch < 0 or not 0 <= position <= len(self._prompts):
+        order = self._permutation(max(epoch, 0))
+        if epoch < 0 or not 0 <= position <= len(order):
             raise ValueError(
-                f"the saved data cursor is at epoch {epoch}, prompt {position} of {len(self._prompts)}; the file is "
-                f"damaged"
+                f"the saved data cursor is at epoch {epoch}, prompt {position} of {len(order)}; the file is damaged, "
+                f"or data.curriculum gives that epoch fewer prompts than it did"
             )
         by_uid = {prompt.uid: prompt for prompt in self._prompts}
         returned = [str(uid) for uid in state.get("returned", ())]
@@ -405,20 +427,40 @@ class PromptStream:
                 f"with the data that the run began with, or start a new run"
             )
         self._returned = [replace(by_uid[uid.partition("-")[2]], uid=uid) for uid in returned]
-        self._epoch, self._position = epoch, position
-        self._order = self._permutation(epoch)
+        self._epoch, self._position, self._order = epoch, position, order
 
     def _normalised(self, count: int | None = None) -> tuple[int, int]:
         """(epoch, position) of the next prompts: the next epoch's start when fewer than `count` are left in this one;
         by default, fewer than the next step needs besides those that were given back."""
         if count is None:
             count = max(self._prompts_per_step - len(self._returned), 1)
-        if self._position + count > len(self._prompts):
+        if self._position + count > len(self._order):
             return self._epoch + 1, 0
         return self._epoch, self._position
 
     def _permutation(self, epoch: int) -> IntArray:
         size = len(self._prompts)
+        if self._curriculum is not None:
+            return self._checked(epoch, self._curriculum(epoch, self._prompts))
         if not self._shuffle:
             return np.arange(size, dtype=np.int64)
         return np.random.default_rng([self._seed, epoch]).permutation(size).astype(np.int64)
+
+    def _checked(self, epoch: int, rows: Sequence[int]) -> IntArray:
+        """A curriculum's epoch.
+
+        Raises ValueError when it has too few prompts for a step, one that is not there, or one twice."""
+        order, size = np.asarray(rows), len(self._prompts)
+        if order.ndim != 1 or not np.issubdtype(order.dtype, np.integer):
+            raise ValueError(f"data.curriculum: epoch {epoch} is no list of whole numbers")
+        if len(order) < self._prompts_per_step:
+            raise ValueError(
+                f"data.curriculum: epoch {epoch} has {len(order)} prompts, fewer than data.prompts_per_step = "
+                f"{self._prompts_per_step}"
+            )
+        if order.min() < 0 or order.max() >= size or len(np.unique(order)) < len(order):
+            raise ValueError(
+                f"data.curriculum: epoch {epoch} must have each of the prompts 0 to {size - 1} at most once, but has "
+                f"{order.min()} to {order.max()}, {len(np.unique(order))} different ones of {len(order)}"
+            )
+        return order.astype(np.int64)

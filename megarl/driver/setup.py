@@ -33,6 +33,7 @@ from megarl.model.role_layout import role_layout
 from megarl.reshard.layouts import SGLANG_VOCAB_MULTIPLE, sglang_layout
 from megarl.rewards import load_reward
 from megarl.rewards.code import check_isolation
+from megarl.rewards.loading import import_named
 from megarl.workers import placement
 from megarl.workers.calls import Callee, gather
 from megarl.workers.group import TrainerGroup
@@ -105,7 +106,9 @@ def load_prompts(
         validation = PromptSet.build(
             rows, tokenizer, data.max_prompt_length, data.overlong_prompts, data.apply_chat_template, uid_prefix="v-"
         )
-    return PromptStream(train, data.prompts_per_step, config.run.seed, data.shuffle), train, validation
+    curriculum = import_named(data.curriculum, "curriculum", (), "package.module:function") if data.curriculum else None
+    stream = PromptStream(train, data.prompts_per_step, config.run.seed, data.shuffle, curriculum)
+    return stream, train, validation
 
 
 def _told(config: Config, environment: Environment | None, rows: Sequence[Row]) -> Sequence[Row]:

@@ -317,6 +317,7 @@ def test_the_cursor_says_where_the_next_batch_starts():
         "num_prompts": 5,
         "seed": 7,
         "shuffle": True,
+        "curriculum": None,
     }
 
 
@@ -436,3 +437,56 @@ def test_too_few_prompts_are_refused_with_the_numbers():
         PromptStream(a_set(5), 0, seed=0)
     with pytest.raises(ValueError, match="run.seed is -1"):
         PromptStream(a_set(5), 1, seed=-1)
+
+
+# ------------------------------------------------------------------------------------------------ a curriculum
+
+
+def easy_first(epoch, prompts):
+    """By length of the prompt, one prompt more each epoch, from two on."""
+    return sorted(range(len(prompts)), key=lambda i: (len(prompts[i].token_ids), i))[: 2 + epoch]
+
+
+def curriculum_stream(prompts_per_step=2, curriculum=easy_first):
+    lengths = [5, 1, 4, 2, 3]
+    prompts = tuple(Prompt(str(i), np.zeros(n, np.int64), "s", "") for i, n in enumerate(lengths))
+    return PromptStream(PromptSet(prompts, 0, 0), prompts_per_step, 1, curriculum=curriculum)
+
+
+def test_a_curriculum_says_which_prompts_an_epoch_has_and_in_which_order():
+    """Rows by length: 1, 3, 4, 2, 0. Epochs of 2, 3, 4 and 5 prompts; of an odd one the last is left out."""
+    stream = curriculum_stream()
+    found = [[p.uid for p in stream.next()] for _ in range(6)]
+    assert found == [["0-1", "0-3"], ["1-1", "1-3"], ["2-1", "2-3"], ["2-4", "2-2"], ["3-1", "3-3"], ["3-4", "3-2"]]
+
+
+@pytest.mark.parametrize("steps", range(6))
+def test_a_curriculum_goes_on_where_it_stood(steps):
+    whole, stopped, resumed = curriculum_stream(), curriculum_stream(), curriculum_stream()
+    for _ in range(steps):
+        whole.next()
+        stopped.next()
+    resumed.load_state_dict(json.loads(json.dumps(stopped.state_dict())))
+    for _ in range(4):
+        assert [p.uid for p in whole.next()] == [p.uid for p in resumed.next()]
+
+
+def test_a_run_with_another_curriculum_does_not_resume():
+    state = curriculum_stream().state_dict()
+    with pytest.raises(ValueError, match=r"curriculum = easy_first, but this run has None.*data\.curriculum"):
+        curriculum_stream(curriculum=None).load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ([1], "has 1 prompts, fewer than data.prompts_per_step = 2"),
+        ([0, 5], "0 to 4 at most once, but has 0 to 5"),
+        ([0, 1, 1], "2 different ones of 3"),
+        ([0.5, 1.0], "no list of whole numbers"),
+    ],
+)
+def test_a_curriculum_that_gives_nonsense_is_an_error_with_the_epoch(rows, words):
+    with pytest.raises(ValueError, match=words) as raised:
+        curriculum_stream(curriculum=lambda epoch, prompts: rows)
+    assert "data.curriculum: epoch 0" in str(raised.value)
