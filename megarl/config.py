@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import math
 import os
 import types as python_types
 import typing
@@ -56,6 +57,9 @@ class RunConfig:
     """Steps between checkpoints; 0: only at the end and when stopped."""
     save_at_end: bool = True
     """After the last step too; a run that is stopped saves in any case."""
+    async_save: bool = True
+    """Only the copy to host memory holds training up; files are written while it goes on, one checkpoint at a time, and
+    the checkpoint is there when its manifest is. false: training waits for the files."""
     keep_checkpoints: int = 3
     """The newest so many are kept; 0: all."""
     validate_every: int = 0
@@ -473,7 +477,8 @@ class RolloutConfig:
     keep_groups: Literal["all", "mixed"] = "all"
     """mixed: leave prompts out whose answers all score the same, and ask others in their place."""
     max_refills: int = 10
-    """mixed: so many times in a step; then it is filled up with what was left out."""
+    """mixed: other prompts are asked up to so many times those of the first question; then the step is filled up with
+    what was left out."""
     warn_probs_diff: float = 0.03
     """Warn, with likely causes, when training/rollout_probs_diff_mean passes this: the mean over sampled tokens of
     |p trainer - p rollout|. 0: never."""
@@ -618,6 +623,10 @@ class Config:
     def samples_per_step(self) -> int:
         return self.data.prompts_per_step * self.rollout.n
 
+    def asked_prompts(self, count: int) -> int:
+        """How many prompts are asked where so many are needed."""
+        return math.ceil(round(count * self.rollout.oversample, 9))
+
     @property
     def max_length(self) -> int:
         return self.data.max_prompt_length + self.data.max_response_length
@@ -702,7 +711,7 @@ VERL_KEYS = {
     "actor_rollout_ref.rollout.multi_turn.max_assistant_turns": "environment.max_turns",
     "actor_rollout_ref.rollout.multi_turn.max_tool_response_length": "environment.max_observation_tokens (in tokens)",
     "algorithm.filter_groups.enable": "rollout.keep_groups (mixed)",
-    "algorithm.filter_groups.max_num_gen_batches": "rollout.max_refills",
+    "algorithm.filter_groups.max_num_gen_batches": "rollout.max_refills (without the first; 0 asks no others)",
     "data.gen_batch_size": "rollout.oversample (of data.prompts_per_step)",
     "critic.optim.lr": "critic.optimizer.lr",
     "critic.model.path": "critic.path",

@@ -441,7 +441,12 @@ class PromptStream:
     def _permutation(self, epoch: int) -> IntArray:
         size = len(self._prompts)
         if self._curriculum is not None:
-            return self._checked(epoch, self._curriculum(epoch, self._prompts))
+            try:
+                rows = self._curriculum(epoch, self._prompts)
+            except Exception as error:
+                reason = f"{type(error).__name__}: {error}"
+                raise ValueError(f"data.curriculum: failed for epoch {epoch}: {reason}") from error
+            return self._checked(epoch, rows)
         if not self._shuffle:
             return np.arange(size, dtype=np.int64)
         return np.random.default_rng([self._seed, epoch]).permutation(size).astype(np.int64)

@@ -7,7 +7,6 @@ score the same are left out and others asked in their place (DAPO's dynamic samp
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -45,12 +44,15 @@ class Collection:
             missing = want - len(kept)
             if missing <= 0:
                 break
-            if missing > self.rollout.num_open and self.num_refills < own.max_refills:
+            is_allowed = len(self.asked) < self.config.asked_prompts(want) * (1 + own.max_refills)
+            if missing > self.rollout.num_open and is_allowed:
                 self.num_refills += 1
                 self._ask(missing - self.rollout.num_open)
             if not self.rollout.num_open:
                 break
-            self.rollout.wait(min(missing, self.rollout.num_open))
+            # One group that is left out is made up for while the others go on; the hf engine answers all at once.
+            is_eager = own.keep_groups == "mixed" and not self.rollout.embedded
+            self.rollout.wait(1 if is_eager else self.rollout.num_open if self.rollout.embedded else missing)
         if not self.rollout.num_open:
             kept.sort()  # all came: which of them came first does not matter
         equal = [number for number in ended if not keeps(ended[number], own.keep_groups)]
@@ -67,7 +69,7 @@ class Collection:
         return batch, figures
 
     def _ask(self, count: int) -> None:
-        new = self.prompts.next(math.ceil(count * self.config.rollout.oversample))
+        new = self.prompts.next(self.config.asked_prompts(count))
         self.asked += new
         self.ask(new)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from importlib import metadata
 from typing import TypeVar
 
 from megarl.algorithms import entropy as entropy_control
@@ -17,6 +16,7 @@ from megarl.driver.collect import Collection
 from megarl.driver.drift import drift_warning
 from megarl.driver.progress import Progress
 from megarl.driver.rollout import DEATH_PATIENCE, ReplicaDied, Rollout, RolloutBatch
+from megarl.driver.saving import Saver
 from megarl.driver.step import Learning, Timer, learn, resident, role_offload
 from megarl.driver.step_metrics import Flops, step_metrics, validation_metrics
 from megarl.driver.stop import StopRequest
@@ -29,8 +29,6 @@ from megarl.workers.generation import Shaping
 from megarl.workers.group import TrainerGroup
 
 T = TypeVar("T")
-
-VERSIONS = ("megarl", "torch", "megatron-core", "sglang", "transformers", "ray")
 
 
 @dataclass(frozen=True)
@@ -67,6 +65,7 @@ def run(session: Session, state: DriverState) -> Outcome:
     config, rollout, progress = session.config, session.rollout, session.progress
     kl, entropy = _kl_controller(config, state.kl_coef), _entropy_controller(config, state.entropy_coef)
     optimizer_steps = dict(state.optimizer_steps)
+    saver = Saver(session.group, session.checkpoints)
     first_validation, warned_at = None, 0.0
     _refresh_engine(session, state.step)
     if state.step == 0 and config.run.validate_before_training and session.validation is not None:
@@ -97,13 +96,15 @@ def run(session: Session, state: DriverState) -> Outcome:
             data_cursor=cursor,
             optimizer_steps=dict(optimizer_steps),
             kl_coef=kl.coef,
-            entropy_coef=entropy.coef,
+            entropy_coef=None if config.actor.entropy_target is None else entropy.coef,
         )
         final, stopping = step == progress.total_steps, session.stop.asked is not None
         is_last = final and config.run.save_at_end
         if is_last or stopping or _is_due(step, config.run.save_every):
             with timer("save_checkpoint"):  # while the engine's memory is away
-                save(session, state)
+                saver.start(state)
+                if final or stopping or not config.run.async_save:
+                    saver.finish()
         if final or not stopping:
             with timer("update_weights"):
                 metrics |= _refresh_engine(session, step)
@@ -112,6 +113,7 @@ def run(session: Session, state: DriverState) -> Outcome:
                     found = validate(session, step)
                 metrics |= found
                 state = replace(state, last_validation=_score(found))
+        saver.finish_if_written()
         timer.seconds["step"] = time.perf_counter() - start
         metrics |= figures | step_metrics(config, batch, timer.seconds, session.flops, session.group.memory())
         session.writer.write(step, metrics)
@@ -120,6 +122,7 @@ def run(session: Session, state: DriverState) -> Outcome:
         progress.step(step, metrics["critic/score/mean"], state.last_validation, throughput)
         if stopping:
             break
+    saver.finish()
     stopped_by = session.stop.asked if state.step < progress.total_steps else None
     return Outcome(state.step, first_validation, state.last_validation, stopped_by)
 
@@ -177,24 +180,6 @@ def validate(session: Session, step: int) -> dict[str, float]:
         {str(i): f"{prompt}**{answer}**\n\nscore {score}" for i, ((prompt, answer), score) in enumerate(shown)},
     )
     return validation_metrics(batch, own.n)
-
-
-def save(session: Session, state: DriverState) -> str:
-    """Write a checkpoint of every role and of the driver."""
-    folder = session.checkpoints.begin(state.step)
-    session.group.call("saving a checkpoint", "save_checkpoint", folder)
-    return session.checkpoints.commit(folder, replace(state, versions=versions()))
-
-
-def versions() -> dict[str, str]:
-    """Versions of what decides a run's numbers."""
-    found = {}
-    for name in VERSIONS:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    return found
 
 
 def _collect(session: Session, step: int) -> tuple[RolloutBatch, dict[str, float]]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import ActorUnavailableError, RayActorError
 
 from megarl.config import Config
 from megarl.driver.routing import by_prefix, least_loaded
@@ -70,8 +70,6 @@ class RolloutFigures:
     """In which the last tenth of the answers was still being written."""
     cache_hit_rate: float = 0.0
     """Of prompt tokens, those that the KV cache held already."""
-    num_asked: int = 0
-    """Prompts that were asked; those of the batch and those that were left out."""
 
 
 class RolloutBatch:
@@ -144,6 +142,10 @@ class Rollout:
         """By replica, what it is answering."""
         self._submits: list[list[Any]] = [[] for _ in replicas]
         self._takes: dict[int, Any] = {}
+        self._under_way: list[int] = [0 for _ in replicas]
+        """By replica, answers that have not ended, as far as it has said; those of a prompt end one after the other."""
+        self._sent_since_take: list[int] = [0 for _ in replicas]
+        """By replica, answers that its last call for groups does not count."""
         self._activities: list[Activity] = []
         self._began = 0.0
         self._sent_at: dict[int, float] = {}
@@ -214,9 +216,9 @@ class Rollout:
             before, wants_all = len(self._groups), goal == len(self._jobs)
             for replica, sent in enumerate(self._sent):
                 if sent and replica not in self._takes:
-                    many, seconds = (len(sent), TAKE_SECONDS) if wants_all else (1, SHORT_TAKE_SECONDS)
-                    many = 1 if any(self._queues) else many
-                    self._takes[replica] = self.workers[replica].take_groups.remote(many, seconds)
+                    is_patient = wants_all and not any(self._queues)
+                    many, seconds = (len(sent), TAKE_SECONDS) if is_patient else (1, SHORT_TAKE_SECONDS)
+                    self._issue_take(replica, many, seconds)
             left = max(progress + deadline - time.monotonic(), 0)
             done, _ = ray.wait(list(self._takes.values()), num_returns=1, timeout=left)
             for replica in [r for r, ref in self._takes.items() if ref in done]:
@@ -271,10 +273,9 @@ class Rollout:
         most = self.config.rollout.sglang.max_running_requests
         room = math.inf if self.embedded else most + most / AHEAD
         jobs: list[dict[int, Job]] = [{} for _ in self.workers]
-        under_way = [sum(self._jobs[number].num_trajectories for number in sent) for sent in self._sent]
         for steals in (False, True):
             for replica, own in enumerate(self._queues):
-                while under_way[replica] < room:
+                while self._under_way[replica] < room:
                     longest = max(self._queues, key=len)
                     if own:
                         number = own.popleft()
@@ -283,7 +284,8 @@ class Rollout:
                     else:
                         break
                     jobs[replica][number] = self._jobs[number]
-                    under_way[replica] += self._jobs[number].num_trajectories
+                    self._under_way[replica] += self._jobs[number].num_trajectories
+                    self._sent_since_take[replica] += self._jobs[number].num_trajectories
         now = time.perf_counter()
         for replica, given in enumerate(jobs):
             if given:
@@ -293,6 +295,10 @@ class Rollout:
                 self._submits[replica].append(self.workers[replica].submit_jobs.remote(given))
                 self._sent[replica].update(given)
 
+    def _issue_take(self, replica: int, at_least: int, seconds: float) -> None:
+        self._sent_since_take[replica] = 0
+        self._takes[replica] = self.workers[replica].take_groups.remote(at_least, seconds)
+
     def _take(self, replica: int) -> None:
         """Keep what a replica's call gives, which is under way."""
         refs = [*self._submits[replica], self._takes.pop(replica)]
@@ -300,6 +306,7 @@ class Rollout:
         self._submits[replica] = []
         taken: Taken = results[-1]
         self._activities.append(taken.activity)
+        self._under_way[replica] = taken.num_open + self._sent_since_take[replica]
         self._keep(replica, taken.groups)
 
     def _keep(self, replica: int, groups: Mapping[int, Group]) -> None:
@@ -316,7 +323,7 @@ class Rollout:
 
     def _forget(self, replica: int) -> None:
         """What a replica was asked has ended, or is lost."""
-        self._sent[replica], self._submits[replica] = set(), []
+        self._sent[replica], self._submits[replica], self._under_way[replica] = set(), [], 0
         self._idle_since[replica] = time.perf_counter()
 
     def _no_answer(self) -> WorkerError:
@@ -375,8 +382,7 @@ class Rollout:
             while self._sent[replica]:
                 before = len(self._groups)
                 if replica not in self._takes:
-                    many = len(self._sent[replica])
-                    self._takes[replica] = self.workers[replica].take_groups.remote(many, TAKE_SECONDS)
+                    self._issue_take(replica, len(self._sent[replica]), TAKE_SECONDS)
                 try:
                     self._take(replica)
                 except WorkerError as error:
@@ -398,11 +404,9 @@ class Rollout:
         idle = [before + (0.0 if sent else end - start) for before, sent, start in since]
         ends = sorted(when for group in groups for when in group.ended)
         tail = ends[-1] - ends[math.ceil(0.9 * len(ends)) - 1] if ends else 0.0
-        asked, cached = sum(group.num_asked for group in groups), sum(group.num_cached for group in groups)
+        read, cached = sum(group.num_prompt_tokens for group in groups), sum(group.num_cached for group in groups)
         activity = functools.reduce(operator.add, self._activities, Activity())
-        return RolloutFigures(
-            activity, sum(idle) / len(idle) / seconds, tail / seconds, cached / max(asked, 1), len(self._jobs)
-        )
+        return RolloutFigures(activity, sum(idle) / len(idle) / seconds, tail / seconds, cached / max(read, 1))
 
     def find_dead(self, patience: float | None = None) -> dict[int, str]:
         """The replicas that do not run any more, and why; asks each of them.
@@ -544,7 +548,9 @@ class Rollout:
 
 def _is_death(error: WorkerError) -> bool:
     """Whether a call failed because the replica's process, or a process of its engine, has ended."""
-    return isinstance(error.__cause__, RayActorError) or _has_engine_died(error)
+    cause = error.__cause__
+    is_gone = isinstance(cause, RayActorError) and not isinstance(cause, ActorUnavailableError)
+    return is_gone or _has_engine_died(error)
 
 
 def _first_reason(error: WorkerError) -> str:

@@ -53,6 +53,8 @@ def step_metrics(
     metrics = {
         **length_metrics("response_length", responses, config.data.max_response_length),
         **length_metrics("prompt_length", prompts, config.data.max_prompt_length),
+        # Also where there was no room for another turn.
+        "response_length/clip_ratio": float(np.mean([info.finish_reason == "length" for info in batch.infos])),
         "response_length/aborted_ratio": float(np.mean([info.finish_reason == "abort" for info in batch.infos])),
         **_rollout_metrics(batch, seconds),
         "perf/total_num_tokens": float(batch.num_tokens),

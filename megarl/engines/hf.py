@@ -31,6 +31,8 @@ COMPACT_BELOW = 0.75
 class HFEngine:
     """One transformers model that answers batches of requests and whose parameters a plan may write in place."""
 
+    answers_at_once = True
+
     def __init__(
         self,
         model: str | PretrainedConfig,

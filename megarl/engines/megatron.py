@@ -20,11 +20,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megarl.compat.megatron_checkpoint import write_in_threads
 from megarl.compat.megatron_cpu import install
 from megarl.compat.megatron_offload import begin_pass
 from megarl.config import OptimizerConfig, ParallelConfig, RecomputeConfig
 from megarl.data.packing import PackedBatch, join_zigzag, pack, split_zigzag
 from megarl.engines.residency import KINDS, Kind, Residency, flatten
+from megarl.engines.saving import PendingSave
 from megarl.engines.stored import Stored, is_stored, read_stored
 from megarl.parallel.device import device, is_cuda
 from megarl.parallel.groups import RoleGroups
@@ -32,6 +34,7 @@ from megarl.parallel.vocab import DEFAULT_CHUNK_SIZE, fused_logprobs, vocab_para
 from megarl.types import FloatArray
 
 install()
+write_in_threads()
 
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -492,6 +495,11 @@ class MegatronEngine:
     def save(self, folder: str) -> None:
         """Write model and optimizer into `folder`, which must not hold another checkpoint. Collective; all ranks see
         the same file system. A later `load` may have other parallel sizes."""
+        self.start_save(folder).finish()
+
+    def start_save(self, folder: str) -> PendingSave:
+        """The same, but training may go on as soon as this returns; the checkpoint is there when the save is finished,
+        before the next one begins. Collective."""
         if dist.get_rank() == 0:
             os.makedirs(folder, exist_ok=True)
         dist.barrier()
@@ -503,7 +511,10 @@ class MegatronEngine:
             if self.optimizer is not None:
                 make_states(self.optimizer)
             state = self._sharded_state(is_loading=False)
-            dist_checkpointing.save(state, folder, sharded_strategy=strategy, content_metadata=SHARDING)
+            request = dist_checkpointing.save(
+                state, folder, sharded_strategy=strategy, content_metadata=SHARDING, async_sharded_save=True
+            )
+            return PendingSave(request, folder)
 
     def load(self, folder: str) -> None:
         """Bring back what `save` wrote; training goes on as if it had not been interrupted. Collective.

@@ -85,6 +85,8 @@ class EngineDied(RuntimeError):
 class SGLangEngine:
     """A tensor-parallel SGLang replica: tokens in, tokens out."""
 
+    answers_at_once = False
+
     def __init__(
         self,
         model_path: str,

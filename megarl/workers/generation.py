@@ -160,8 +160,8 @@ class Group:
     """Seconds from the job's arrival to the end of each answer."""
     scored: float = 0.0
     """To the last score."""
-    num_asked: int = 0
-    """Prompt tokens of all requests; of these the engine's cache held num_cached."""
+    num_prompt_tokens: int = 0
+    """Of all requests; of these the engine's cache held num_cached."""
     num_cached: int = 0
 
 
@@ -171,6 +171,8 @@ class Taken:
 
     groups: dict[int, Group]
     activity: Activity = Activity()
+    num_open: int = 0
+    """Answers of other groups that have not ended."""
 
 
 @dataclass(frozen=True)
@@ -237,6 +239,9 @@ class Surroundings:
 class Engine(Protocol):
     """What generation needs of an engine."""
 
+    answers_at_once: bool
+    """Whether `start` returns with all answers: requests then go to it together."""
+
     def start(self, requests: Sequence[GenerationRequest], put: Callable[[GenerationResult | Exception], None]) -> None:
         """Begin to answer; `put` gets each result as it ends, from any thread."""
 
@@ -266,7 +271,7 @@ class _Open:
     job: Job
     answers: list[_Answer]
     arrived: float = field(default_factory=time.perf_counter)
-    num_asked: int = 0
+    num_prompt_tokens: int = 0
     num_cached: int = 0
 
 
@@ -282,6 +287,8 @@ class Generation:
         """By request, the job's number and the answer's."""
         self._to_ask: list[GenerationRequest] = []
         self._ended: dict[int, Group] = {}
+        self._num_called = 0
+        """Calls of the environment that are under way."""
         self._is_stopping = False
 
     def submit(self, jobs: Mapping[int, Job]) -> None:
@@ -305,7 +312,8 @@ class Generation:
         while len(self._ended) < at_least and (left := end - time.monotonic()) > 0:
             self._wait(min(left, POLL_SECONDS))
         groups, self._ended = self._ended, {}
-        return Taken(groups, self._engine.activity())
+        num_open = sum(answer.ended is None for own in self._open.values() for answer in own.answers)
+        return Taken(groups, self._engine.activity(), num_open)
 
     def stop(self, deadline: float) -> Stopped:
         """End all that is under way; what was begun is given back.
@@ -356,27 +364,36 @@ class Generation:
             try:
                 self._events.get_nowait()()
             except queue.Empty:
-                if not self._to_ask:
+                if not self._to_ask or self._waits_for_more:
                     return
                 self._ask()
 
+    @property
+    def _waits_for_more(self) -> bool:
+        """Whether requests are on their way that are to be in one batch with those that are there, so that what shares
+        a batch does not hang on the clock."""
+        return self._engine.answers_at_once and self._num_called > 0
+
     def _ask(self) -> None:
-        requests, self._to_ask = self._to_ask, []
-        if requests:
+        if self._to_ask and not self._waits_for_more:
+            requests, self._to_ask = self._to_ask, []
             self._engine.start(requests, lambda result: self._events.put(functools.partial(self._answered, result)))
 
-    def _when_done(self, future: Any, then: Callable[[Any], None], number: int) -> None:
-        """Call `then` with the future's result as an event, unless the job was stopped meanwhile."""
+    def _when_done(self, future: Any, then: Callable[[Any], None], number: int, is_call: bool = False) -> None:
+        """Call `then` with the future's result as an event, unless the job was stopped meanwhile. is_call: it is the
+        environment's, after which there may be a request."""
         own = self._open[number]
 
-        def handle() -> None:
+        def handle(was_open: bool) -> None:
+            self._num_called -= was_open
             if self._open.get(number) is own:
                 then(future.result())
 
         if future.done():
-            handle()
+            handle(False)
         else:
-            future.add_done_callback(lambda _: self._events.put(handle))
+            self._num_called += is_call
+            future.add_done_callback(lambda _: self._events.put(functools.partial(handle, is_call)))
 
     # -------------------------------------------------------------------------------------------- one answer
 
@@ -398,7 +415,7 @@ class Generation:
             else:
                 self._go_on(number, k)
 
-        self._when_done(self._surroundings.environments.reset(own.job.prompt), opened, number)
+        self._when_done(self._surroundings.environments.reset(own.job.prompt), opened, number, is_call=True)
 
     def _go_on(self, number: int, k: int) -> None:
         """Have the policy, or the environment, add to an answer; not while all is being stopped."""
@@ -412,7 +429,7 @@ class Generation:
         if request.sampling.max_new_tokens < 1:
             self._end(number, k, "length")
             return
-        own.num_asked += len(request.prompt_ids)
+        own.num_prompt_tokens += len(request.prompt_ids)
         self._asked[request.uid] = (number, k)
         self._to_ask.append(request)
 
@@ -458,7 +475,8 @@ class Generation:
 
         assert answer.trajectory.state is not None, "an environment that was not reset"
         text = self._scorer.text(answer.trajectory.last_turn())
-        self._when_done(surroundings.environments.step(answer.trajectory.state, text), stepped, number)
+        call = surroundings.environments.step(answer.trajectory.state, text)
+        self._when_done(call, stepped, number, is_call=True)
 
     def _end(self, number: int, k: int, finish_reason: FinishReason) -> None:
         """Score an answer: by the sum of what the environment gave, else by the reward function on its last turn."""
@@ -486,8 +504,7 @@ class Generation:
         samples = [_sample(job, k, answer) for k, answer in enumerate(counted)]
         infos = [SampleInfo.of(sample) for sample in samples]
         if job.with_baseline:
-            baseline = _sample(job, job.num_answers, own.answers[-1]).score
-            infos = [replace(info, baseline=baseline) for info in infos]
+            infos = _with_baseline(infos, _sample(job, job.num_answers, own.answers[-1]))
         texts: tuple[tuple[str, str], ...] = ()
         if job.with_texts:
             decode = self._scorer.tokenizer.decode
@@ -498,9 +515,17 @@ class Generation:
             texts,
             tuple(answer.ended or 0.0 for answer in own.answers),
             time.perf_counter() - own.arrived,
-            own.num_asked,
+            own.num_prompt_tokens,
             own.num_cached,
         )
+
+
+def _with_baseline(infos: Sequence[SampleInfo], greedy: Sample) -> list[SampleInfo]:
+    """Where the greedy answer's reward failed, nothing is learned from the others, and the reason is theirs too."""
+    if greedy.reward_error is None:
+        return [replace(info, baseline=greedy.score) for info in infos]
+    reason = f"of the greedy answer: {greedy.reward_error}"
+    return [replace(info, baseline=info.score, reward_error=info.reward_error or reason) for info in infos]
 
 
 def _sample(job: Job, k: int, answer: _Answer) -> Sample:

@@ -46,6 +46,7 @@ from megarl.workers.step_store import StepStore
 
 if TYPE_CHECKING:
     from megarl.engines.megatron import MegatronEngine
+    from megarl.engines.saving import PendingSave
 
 FORWARD_NAMES = {"actor": "old_logprobs", "reference": "reference_logprobs", "critic": "values"}
 """Under which name each role's forward pass is kept."""
@@ -85,6 +86,7 @@ class TrainerWorker:
         self.store = StepStore()
         self.embedded: HFEngine | None = None
         self.generation: Generation | None = None
+        self._saves: list[PendingSave] = []
         self._syncs = weights.SyncMember(config, rank, device.device())
 
     # -------------------------------------------------------------------------------------------- building
@@ -392,10 +394,20 @@ class TrainerWorker:
         hosts = hf_files.file_hosts(target.num_ranks, self.num_ranks)
         return plan(self.layouts[role], target, itemsize, self.places, [self.places[host] for host in hosts])
 
-    def save_checkpoint(self, folder: str) -> None:
-        for role in ("actor", "critic"):
-            if role in self.engines:
-                self.engines[role].save(os.path.join(folder, role))
+    def start_save(self, folder: str) -> None:
+        """Copy the trained roles to host memory and begin to write them into `folder`."""
+        trained = [role for role in ("actor", "critic") if role in self.engines]
+        self._saves = [self.engines[role].start_save(os.path.join(folder, role)) for role in trained]
+
+    def is_saved(self) -> bool:
+        """Whether this rank's files are written."""
+        return all(save.is_written for save in self._saves)
+
+    def finish_save(self) -> None:
+        """Wait until all ranks' files are written, and write the indices."""
+        saves, self._saves = self._saves, []
+        for save in saves:
+            save.finish()
 
     def load_checkpoint(self, folder: str) -> None:
         for role in ("actor", "critic"):

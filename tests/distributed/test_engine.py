@@ -4,22 +4,27 @@ bit."""
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 import torch.nn.functional as F
 from harness import run
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync  # after megarl's patches
 from reference_weights import VOCAB_SIZE, expected, load, tiny_model
 
 from megarl.config import OptimizerConfig, ParallelConfig, RecomputeConfig
 from megarl.data.packing import PackedBatch, TokenSequence, pack
 from megarl.engines import optimizer
 from megarl.engines.megatron import MegatronEngine, TokenBatch, TokenOutputs
+from megarl.engines.stored import is_stored
 from megarl.model.gpt import local_parameters
 
 # Four micro-batches of sequences (prompt length, response length).
@@ -391,6 +396,59 @@ def test_training_continues_to_the_bit_after_a_checkpoint(layout: str, tmp_path:
     for rank, (wanted, found) in enumerate(zip(went_on, resumed, strict=True)):
         assert found[0] == wanted[0], f"gradient norms of rank {rank}"
         assert found[1] == wanted[1], f"weights of rank {rank}"
+
+
+def train_while_saving(folder: str, parallel: ParallelConfig) -> tuple[list[float], dict[str, bytes]]:
+    """No file is written before two more steps are done."""
+    use_small_buckets()
+    engine, _, _ = build("qwen2", True, "actor", parallel, optimizer=ADAM)
+    train(engine, actor_loss, 2)
+    write, has_trained = FileSystemWriterAsync.write_preloaded_data, threading.Event()
+
+    def late(*arguments: Any, **options: Any) -> None:
+        assert has_trained.wait(30)
+        write(*arguments, **options)
+
+    FileSystemWriterAsync.write_preloaded_data = staticmethod(late)
+    before = psutil.Process().children(recursive=True)
+    save = engine.start_save(folder)
+    assert psutil.Process().children(recursive=True) == before, "no process writes"
+    found = train(engine, actor_loss, 2), bits(engine)
+    assert not save.is_written
+    assert not is_stored(folder)
+    has_trained.set()
+    save.finish()
+    assert save.is_written
+    return found
+
+
+@pytest.mark.parametrize("layout", ["dp2", "tp2"])
+def test_what_is_saved_while_training_goes_on_is_the_state_at_the_start(layout: str, tmp_path: Path) -> None:
+    num_ranks, parallel = LAYOUTS[layout]
+    went_on = run(train_while_saving, num_ranks, str(tmp_path), parallel)
+    assert run(load_and_train, num_ranks, str(tmp_path), parallel) == went_on
+
+
+def save_on_a_full_disk(folder: str) -> None:
+    """Rank 1's; the other rank hears of it, and there is no checkpoint."""
+    engine, _, _ = build("qwen2", True, "actor", ParallelConfig(), optimizer=ADAM)
+    train(engine, actor_loss, 1)
+
+    def full(transforms: Any, number: int, bucket: Any, results: Any, counted: Any, *_: Any) -> None:
+        results.put((number, OSError(errno.ENOSPC, "No space left on device")))
+
+    if torch.distributed.get_rank() == 1:
+        FileSystemWriterAsync.write_preloaded_data = staticmethod(full)
+    save = engine.start_save(folder)
+    own = r"No space left on device; its share is 0\.\d\d GB, and \d+\.\d\d GB are free there"
+    words = own if torch.distributed.get_rank() == 1 else "rank 1 could not write its files"
+    with pytest.raises(RuntimeError, match=words):
+        save.finish()
+    assert not is_stored(folder)
+
+
+def test_a_rank_that_cannot_write_is_an_error_on_all(tmp_path: Path) -> None:
+    run(save_on_a_full_disk, 2, str(tmp_path))
 
 
 @pytest.mark.parametrize("layout", ["one", "dp2"])

@@ -15,7 +15,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"
-UNREPEATABLE = ("time", "perf/", "timing_")
+UNREPEATABLE = ("time", "perf/", "timing_", "rollout/tokens_per_s", "rollout/idle_share", "rollout/tail_share")
 """What two equal runs may differ in: the clock and memory."""
 
 

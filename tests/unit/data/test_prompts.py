@@ -471,6 +471,14 @@ def test_a_curriculum_goes_on_where_it_stood(steps):
         assert [p.uid for p in whole.next()] == [p.uid for p in resumed.next()]
 
 
+def test_a_curriculum_that_fails_is_an_error_with_the_epoch():
+    def by_difficulty(epoch, prompts):
+        return sorted(range(len(prompts)), key=lambda i: prompts[i].extra_info["difficulty"])
+
+    with pytest.raises(ValueError, match=r"data\.curriculum: failed for epoch 0: KeyError: 'difficulty'"):
+        curriculum_stream(curriculum=by_difficulty)
+
+
 def test_a_run_with_another_curriculum_does_not_resume():
     state = curriculum_stream().state_dict()
     with pytest.raises(ValueError, match=r"curriculum = easy_first, but this run has None.*data\.curriculum"):

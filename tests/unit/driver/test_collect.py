@@ -31,6 +31,7 @@ class FakeRollout:
     def __init__(self, scores: Callable[[str], tuple[float, ...]], pick: Callable[[list[int]], int] = min) -> None:
         self.scores, self.pick = scores, pick
         self.submitted: list[Prompt] = []
+        self.embedded = False
         self.ended: dict[int, Group] = {}
         self.waits: list[int] = []
         self.die_at: int | None = None
@@ -137,29 +138,39 @@ def test_where_all_have_ended_it_does_not_matter_which_came_first() -> None:
 
 
 def test_groups_of_equal_scores_are_left_out_and_others_asked_in_their_place() -> None:
-    """Of 0 to 3 two are equal; of 4 and 5 one; 6 is none."""
+    """1, 2 and 5 are equal: as soon as one is, another prompt is asked while the others go on."""
     own, prompts = FakeRollout(mixed_but(1, 2, 5)), stream(20, 4)
     batch, figures = collection(own, prompts, 4, keep_groups="mixed").collect()
     assert groups_of(batch) == ["0-0", "0-3", "0-4", "0-6"]
-    assert own.waits == [4, 2, 1]
+    assert own.waits == [1] * 7
     assert figures == {
         "rollout/asked_prompts": 7.0,
         "rollout/unanswered_prompts": 0.0,
         "rollout/equal_groups": 3.0,
-        "rollout/refills": 2.0,
+        "rollout/refills": 3.0,
     }
     assert asked_next(prompts, 2) == ["0-7", "0-8"]  # those left out do not come again
 
 
 def test_a_step_is_filled_up_with_what_was_left_out_when_nothing_better_was_to_be_had() -> None:
+    """Of four prompts, up to 2 x 4 others are asked in place of equal ones."""
     own, prompts = FakeRollout(mixed_but(*range(20)), pick=max), stream(20, 4)
     batch, figures = collection(own, prompts, 4, keep_groups="mixed", max_refills=2).collect()
     assert groups_of(batch) == ["0-0", "0-1", "0-2", "0-3"]
-    assert (figures["rollout/refills"], figures["rollout/equal_groups"]) == (2.0, 12.0)
+    assert (figures["rollout/refills"], figures["rollout/equal_groups"]) == (8.0, 12.0)
     own, prompts = FakeRollout(mixed_but(0, 1, 3), pick=max), stream(20, 4)
     batch, figures = collection(own, prompts, 4, keep_groups="mixed", max_refills=0).collect()
     assert groups_of(batch) == ["0-0", "0-1", "0-2", "0-3"]
     assert figures["rollout/refills"] == 0.0
+
+
+def test_the_hf_engine_is_waited_for_as_a_whole() -> None:
+    """It answers all at once on each rank; which rank is done first is not to decide what is asked."""
+    own, prompts = FakeRollout(mixed_but(1, 2)), stream(20, 4)
+    own.embedded = True
+    batch, figures = collection(own, prompts, 4, keep_groups="mixed").collect()
+    assert groups_of(batch) == ["0-0", "0-3", "0-4", "0-5"]
+    assert (own.waits, figures["rollout/refills"]) == ([4, 2], 1.0)
 
 
 def test_more_prompts_and_mixed_groups_together() -> None:
@@ -168,19 +179,17 @@ def test_more_prompts_and_mixed_groups_together() -> None:
     own, prompts = FakeRollout(mixed_but(6, 5, 3), pick=max), stream(20, 4)
     batch, figures = collection(own, prompts, 4, keep_groups="mixed", oversample=2.0).collect()
     assert groups_of(batch) == ["0-1", "0-2", "0-4", "0-7"]
-    assert own.waits == [4, 2, 1]
     assert (figures["rollout/equal_groups"], figures["rollout/refills"]) == (3.0, 0.0)
     assert asked_next(prompts, 2) == ["0-0", "0-8"]
 
 
 def test_a_refill_is_asked_as_soon_as_what_is_open_cannot_be_enough() -> None:
-    """Six are asked for four (x 1.5). The first four are equal: two are open and four missing, so ceil(2 x 1.5) = 3
-    more are asked."""
+    """Six are asked for four (x 1.5). When the first three are equal, three are open and four missing, so ceil(1 x 1.5)
+    = 2 more are asked; the fourth is equal too."""
     own, prompts = FakeRollout(mixed_but(0, 1, 2, 3)), stream(20, 4)
     batch, figures = collection(own, prompts, 4, keep_groups="mixed", oversample=1.5).collect()
     assert groups_of(batch) == ["0-4", "0-5", "0-6", "0-7"]
-    assert (figures["rollout/asked_prompts"], figures["rollout/refills"]) == (9.0, 1.0)
-    assert own.waits == [4, 4]  # not for the two first
+    assert (figures["rollout/asked_prompts"], figures["rollout/refills"]) == (8.0, 1.0)
     assert asked_next(prompts, 1) == ["0-8"]
 
 

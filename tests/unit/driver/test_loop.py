@@ -80,7 +80,11 @@ class World:
 
     def call(self, stage: str, method: str, *arguments: Any) -> list[Any]:
         self.events.append(method)
-        if method == "save_checkpoint":
+        if method == "is_saved":
+            self.looks += 1
+            return [self.looks >= 2, True]
+        if method == "start_save":
+            self.looks = 0
             Path(arguments[0], "weights").write_text("w")
         return []
 
@@ -211,7 +215,8 @@ def test_the_order_of_a_step_is_that_of_a_colocated_engine(tmp_path: Path, learn
         "submit training",
         "sleep",
         "learn 1",
-        "save_checkpoint",
+        "start_save",
+        "finish_save",
         *(event.format(1) for event in refresh),
         "submit validation",
     ]
@@ -294,13 +299,35 @@ def test_saving_and_validating_every_so_often(tmp_path: Path, learn: list[World]
         assert ("timing_s/save_checkpoint" in entry) == (entry["step"] in (3, 6, 7))
 
 
+@pytest.mark.parametrize("is_async", [True, False])
+def test_files_are_written_while_training_goes_on(tmp_path: Path, learn: list[World], is_async: bool) -> None:
+    """Saved in every second of five steps, and at the end. Files are there at the second look, a step later, and with
+    them the checkpoint; that of the last step before the run ends."""
+    made = world(learn, tmp_path, 5, [0.0] * 9, run={"save_every": 2, "async_save": is_async, **UNVALIDATED})
+    session, complete = made.session(), []
+
+    class Steps(list[Any]):
+        def append(self, step: Any) -> None:
+            complete.append(len(made.checkpoints.complete()))
+            super().append(step)
+
+    made.learned = Steps()
+    run(session, START)
+    saves = [event for event in made.events if event in ("start_save", "is_saved", "finish_save")]
+    first, second = (["is_saved", "is_saved"], ["is_saved"]) if is_async else ([], [])
+    one, two = ["start_save", *first, "finish_save"], ["start_save", *second, "finish_save"]
+    assert saves == [*one, *two, "start_save", "finish_save"]
+    assert complete == ([0, 0, 0, 1, 1] if is_async else [0, 0, 1, 1, 2])
+    assert [read_state(folder).step for folder in made.checkpoints.complete()] == [2, 4, 5]
+
+
 def test_a_signal_lets_the_step_end_and_saves_at_once(tmp_path: Path, learn: list[World]) -> None:
     """No sync and no validation after it: who sends SIGTERM waits seconds, not minutes."""
     made = world(learn, tmp_path, 9, [0.25])
     made.stop_in = 2
     outcome = run(made.session(), START)
     assert (outcome.step, outcome.last_validation, outcome.stopped_by) == (2, 0.25, "SIGTERM")
-    assert made.events[-2:] == ["learn 2", "save_checkpoint"]
+    assert made.events[-3:] == ["learn 2", "start_save", "finish_save"]
     assert [read_state(folder).step for folder in made.checkpoints.complete()] == [2]
     assert [entry["step"] for entry in read_metrics(made.writer.jsonl)] == [0, 1, 2]
 
@@ -387,7 +414,7 @@ def test_a_replica_that_dies_while_it_generates_is_replaced_and_takes_the_same_w
     training, validation = ([*ANEW, *(event.format(version) for event in REFRESH)] for version in (0, 1))
     assert made.events == [
         *(event.format(0) for event in REFRESH),
-        *("submit training", *(training * deaths), "sleep", "learn 1", "save_checkpoint"),
+        *("submit training", *(training * deaths), "sleep", "learn 1", "start_save", "finish_save"),
         *(event.format(1) for event in REFRESH),
         *("submit validation", *(validation * deaths)),
     ]
@@ -399,7 +426,7 @@ def test_a_replica_that_dies_in_a_sync_is_replaced_and_all_are_synced_again(tmp_
     made.deaths = {"sync 1": 1}
     run(made.session(), START)
     failed = ["empty_cache", "wake weights", "resume", "sync 1"]
-    assert made.events[made.events.index("save_checkpoint") + 1 :] == [
+    assert made.events[made.events.index("finish_save") + 1 :] == [
         *(*failed, *ANEW, *(event.format(1) for event in REFRESH), "submit validation"),
     ]
 

@@ -37,7 +37,10 @@ MADE = config.build(
         "actor": {"batch": {"epochs": 2}},
     }
 )
-BATCH = batch([info(3, 5), info(3, 2, finish_reason="abort")], [info(4, 3, reward_error="x"), info(2, 2)])
+BATCH = batch(
+    [info(3, 5, finish_reason="length"), info(3, 2, finish_reason="abort")],
+    [info(4, 3, reward_error="x"), info(2, 2)],
+)
 SECONDS = {"step": 4.0, "gen": 1.2, "adv": 0.024, "update_actor": 0.5, "update_critic": 0.25}
 
 
@@ -86,7 +89,7 @@ def test_the_wait_for_scores_is_a_stage_of_its_own() -> None:
 def test_how_generation_went() -> None:
     """The answers have 5 + 2 + 3 + 1 = 11 tokens, in 1.1 s; nothing is learned from the last one."""
     infos = [info(3, 5), info(3, 2), info(4, 3), replace(info(2, 1), num_loss_tokens=0)]
-    figures = RolloutFigures(Activity(7, 12.5, 16.0, 3.5, 8.0, 0.75), 0.25, 0.4, 0.35, 6)
+    figures = RolloutFigures(Activity(7, 12.5, 16.0, 3.5, 8.0, 0.75), 0.25, 0.4, 0.35)
     made = RolloutBatch([Group(tuple(infos), None)], figures)
     found = step_metrics(MADE, made, {**SECONDS, "gen": 1.1}, Flops(SHAPE, SHAPE, None), {})
     assert {name: value for name, value in found.items() if name.startswith("rollout/")} == pytest.approx(

@@ -51,6 +51,8 @@ class Engine:
     """Writes a token a step for each request in flight, by a rule of all the tokens before it. The log-prob of a token
     is -(its position + 1)."""
 
+    answers_at_once = False
+
     def __init__(self, rule: Rule, version: int = 4) -> None:
         self.rule, self.version = rule, version
         self.flying: dict[str, tuple[GenerationRequest, list[int], Callable[..., None]]] = {}
@@ -288,7 +290,7 @@ def test_answers_go_to_their_prompts_and_are_scored() -> None:
     assert (sample.response_ids.dtype, sample.rollout_logprobs.dtype) == (np.int64, np.float32)
     assert second.infos[0].min_weight_version == 4
     # Three requests of two prompt tokens, of which the cache had one each.
-    assert (first.num_asked, first.num_cached, len(first.ended)) == (6, 3, 3)
+    assert (first.num_prompt_tokens, first.num_cached, len(first.ended)) == (6, 3, 3)
     assert max(first.ended) <= first.scored
     assert taken.activity == Activity(1, 3.0, 5.0)
 
@@ -463,7 +465,7 @@ def test_turns_and_observations_by_hand() -> None:
         ("0-1/0", [1, 2], 20),
         ("0-1/0+5", [1, 2, 3, 4, 0, 7, 4], 15),
     ]
-    assert (group.num_asked, group.num_cached, len(group.ended)) == (2 + 7, 2, 1)
+    assert (group.num_prompt_tokens, group.num_cached, len(group.ended)) == (2 + 7, 2, 1)
 
 
 def test_the_score_is_the_sum_of_the_environments_rewards() -> None:
@@ -784,3 +786,50 @@ def test_answers_that_are_stopped_at_any_time_are_as_if_they_had_not_been(
         assert versions == sorted(versions)
         assert len(versions) == len(own.response_ids)
     assert [info.baseline for info in found.infos] == [info.baseline for info in expected.infos]
+
+
+def test_a_greedy_answer_that_could_not_be_scored_teaches_nothing_and_says_why() -> None:
+    """Its score would be 0, and all others look good beside it. It is 9 0."""
+
+    class WithBaseline(Numbered):
+        def start(self, requests: Sequence[GenerationRequest], put: Callable[..., None]) -> None:
+            super().start([r for r in requests if not r.uid.endswith("baseline")], put)
+            put(GenerationResult(requests[-1].uid, np.array([9, 0]), np.zeros(2, np.float32), "stop", 4))
+
+    class Failing(DigitSum):
+        def score(self, job: Job, answer: str) -> Any:
+            return self.give((0.0, "reward timed out after 5 s") if answer == "9" else (float(answer), None))
+
+    own = made(WithBaseline(), Failing())
+    own.submit({3: job("0-1", 2, with_baseline=True)})
+    (group,) = own.take(1, 0.0).groups.values()
+    assert [info.baseline for info in group.infos] == [info.score for info in group.infos]
+    assert {info.reward_error for info in group.infos} == {"of the greedy answer: reward timed out after 5 s"}
+
+
+def test_an_engine_that_answers_at_once_gets_all_turns_together() -> None:
+    """Four resets come one after the other, and so do the answers to the turns; it is asked once for each turn."""
+
+    class AtOnce(Numbered):
+        answers_at_once = True
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls: list[int] = []
+
+        def start(self, requests: Sequence[GenerationRequest], put: Callable[..., None]) -> None:
+            self.calls.append(len(requests))
+            for request in requests:
+                put(GenerationResult(request.uid, np.array([1, 0]), np.zeros(2, np.float32), "stop", 4))
+
+    engine, environment = AtOnce(), Echo(turns=2, reward=1.0, now=False)
+    own = made(engine, surroundings=around(environment))
+    own.submit({n: job(f"0-{n}", 1) for n in range(4)})
+    taken: dict[int, Group] = {}
+    for _ in range(40):
+        if environment.waiting:  # one call at a time comes back
+            future, value = environment.waiting.pop(0)
+            future.set_result(value)
+        taken |= own.take(1, 0.01).groups
+    assert sorted(taken) == [0, 1, 2, 3]
+    assert engine.calls == [4, 4]

@@ -22,6 +22,8 @@ class Engine:
     """Answers in threads of its own, in an order drawn by the seed; after `until` of them it says nothing more. What
     is asked for is all aborted by a stop."""
 
+    answers_at_once = False
+
     def __init__(self, seed: int, until: int | None = None) -> None:
         self.seed, self.until = seed, until
         self.left: list[GenerationRequest] = []
