@@ -56,7 +56,10 @@ class WeightSync:
             self._target = hf_layout(declaration, config.cluster.num_ranks)
         else:
             own, vocab = config.rollout, SGLANG_VOCAB_MULTIPLE
-            self._target = sglang_layout(declaration, own.tensor, config.num_replicas, vocab, own.sglang.expert)
+            copies = (own.sglang.data_parallel, own.sglang.data_parallel_head)
+            self._target = sglang_layout(
+                declaration, own.tensor, config.num_replicas, vocab, own.sglang.expert, *copies
+            )
         self.num_buckets = 0
         self.summary: Summary | None = None
         self._number = 0

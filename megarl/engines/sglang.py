@@ -632,6 +632,9 @@ def server_options(
         "log_level": log_level,
         "device": device,
         "ep_size": rollout.sglang.expert,
+        "dp_size": rollout.sglang.data_parallel,
+        "enable_dp_attention": rollout.sglang.data_parallel > 1,  # else dp_size would be so many replicas in one engine
+        "enable_dp_lm_head": rollout.sglang.data_parallel_head,
         "disable_radix_cache": not rollout.sglang.radix_cache,
         "kv_cache_dtype": rollout.sglang.kv_cache_dtype,
     }

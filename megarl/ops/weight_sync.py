@@ -11,13 +11,22 @@ from megarl.reshard.layouts import SGLANG_VOCAB_MULTIPLE, hf_layout, sglang_layo
 from megarl.reshard.plan import Place, ReshardPlan, plan
 
 
-def engine_layout(hf_config: Any, tensor: int, num_replicas: int, expert: int = 1) -> Layout:
+def engine_layout(
+    hf_config: Any,
+    tensor: int,
+    num_replicas: int,
+    expert: int = 1,
+    data_parallel: int = 1,
+    data_parallel_head: bool = False,
+) -> Layout:
     """SGLang's, of `num_replicas` replicas.
 
     Raises:
         ValueError: the sizes do not divide the model's.
     """
-    return sglang_layout(declare(hf_config), tensor, num_replicas, SGLANG_VOCAB_MULTIPLE, expert)
+    return sglang_layout(
+        declare(hf_config), tensor, num_replicas, SGLANG_VOCAB_MULTIPLE, expert, data_parallel, data_parallel_head
+    )
 
 
 def configured_engine(config: Config, hf_config: Any) -> Layout:
@@ -26,13 +35,15 @@ def configured_engine(config: Config, hf_config: Any) -> Layout:
     Raises:
         ValueError: the sizes do not divide the model's; names the keys.
     """
-    own = config.rollout
+    own, sglang = config.rollout, config.rollout.sglang
     if own.engine == "hf":
         return hf_layout(declare(hf_config), config.cluster.num_ranks)
     try:
-        return engine_layout(hf_config, own.tensor, config.num_replicas, own.sglang.expert)
+        copies = (sglang.data_parallel, sglang.data_parallel_head)
+        return engine_layout(hf_config, own.tensor, config.num_replicas, sglang.expert, *copies)
     except ValueError as error:
-        raise ValueError(f"rollout.tensor, rollout.sglang.expert: {error}") from error
+        keys = "rollout.sglang.data_parallel, " if sglang.data_parallel > 1 else ""
+        raise ValueError(f"{keys}rollout.tensor, rollout.sglang.expert: {error}") from error
 
 
 def plan_sync(

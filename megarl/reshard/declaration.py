@@ -43,6 +43,14 @@ class World:
     """Ranks over which the experts are spread."""
     expert_tensor: int = 1
     """Ranks over which one expert is split."""
+    attention_copies: int = 1
+    """SGLang's data-parallel attention: the tensor-parallel ranks are so many runs, and each run holds all of what is
+    `of_attention`, split over its ranks."""
+
+    def split(self, seat: Seat, of_attention: bool) -> tuple[int, int]:
+        """(size, rank) of a tensor's split. World("sglang", 4, attention_copies=2).split(Seat(3), True) == (2, 1)"""
+        size = self.tensor // self.attention_copies if of_attention else self.tensor
+        return size, seat.tensor % size
 
     def padded_vocab_size(self, vocab_size: int) -> int:
         return -(-vocab_size // self.vocab_multiple) * self.vocab_multiple
@@ -96,16 +104,18 @@ class VocabSplit:
     tensor: str
     names: Names
     shape: tuple[int, int]
+    of_attention: bool = False
+    """Over the ranks of one copy of the attention: an embedding is, whose rows are what its attention reads."""
 
     def tensors(self) -> Mapping[str, Shape]:
         return {self.tensor: self.shape}
 
     def place(self, world: World, seat: Seat) -> list[Placed]:
         vocab, hidden = self.shape
-        padded = world.padded_vocab_size(vocab)
-        assert padded % world.tensor == 0, f"padded vocabulary {padded} is not divisible by tensor size {world.tensor}"
-        rows = padded // world.tensor
-        start, stop = seat.tensor * rows, min((seat.tensor + 1) * rows, vocab)
+        padded, (size, rank) = world.padded_vocab_size(vocab), world.split(seat, self.of_attention)
+        assert padded % size == 0, f"padded vocabulary {padded} is not divisible by tensor size {size}"
+        rows = padded // size
+        start, stop = rank * rows, min((rank + 1) * rows, vocab)
         name = self.names.of(world)
         pieces = [Piece(self.tensor, Rect(start, stop, 0, hidden), name, 0, 0)] if start < stop else []
         return [(name, (rows, hidden), pieces)]
@@ -118,15 +128,17 @@ class RowSplit:
     tensor: str
     names: Names
     shape: tuple[int, int]
+    of_attention: bool = False
 
     def tensors(self) -> Mapping[str, Shape]:
         return {self.tensor: self.shape}
 
     def place(self, world: World, seat: Seat) -> list[Placed]:
         rows, cols = self.shape
-        part = cols // world.tensor
+        size, rank = world.split(seat, self.of_attention)
+        part = cols // size
         name = self.names.of(world)
-        rect = Rect(0, rows, seat.tensor * part, (seat.tensor + 1) * part)
+        rect = Rect(0, rows, rank * part, (rank + 1) * part)
         return [(name, (rows, part), [Piece(self.tensor, rect, name, 0, 0)])]
 
 
@@ -176,7 +188,7 @@ class QKV:
     def place(self, world: World, seat: Seat) -> list[Placed]:
         name = self.names.of(world)
         spans_of = self._megatron if world.kind == "megatron" else self._sglang
-        spans = list(spans_of(world.tensor, seat.tensor))
+        spans = list(spans_of(*world.split(seat, of_attention=True)))
         pieces, row = [], 0
         for tensor, start, count in spans:
             pieces.append(Piece(tensor, Rect(start, start + count, 0, self.cols), name, row, 0))
@@ -279,6 +291,10 @@ class Declaration:
     num_experts: int = 0
     """Routed experts of each layer that has them; 0: none has."""
     expert_ffn_size: int = 0
+    copies_attention: bool = False
+    """SGLang's model of the family splits its attention over the ranks of one copy (attn_tp_size in models/qwen3.py and
+    models/qwen3_moe.py, 0.5.21). Those of other families split it over all ranks (models/llama.py, models/qwen2.py),
+    which loads with data-parallel attention too, and answers wrongly."""
     layer_prefix: str = "model.layers.{}."
     megatron_layer_prefix: str = "decoder.layers.{}."
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 from megarl.config import ParallelConfig
 from megarl.parallel.topology import RankGrid, stage_layers
@@ -90,14 +91,23 @@ def _tied_head(embedding: VocabSplit) -> VocabSplit:
 
 
 def sglang_layout(
-    declaration: Declaration, tensor: int, num_replicas: int, vocab_multiple: int, expert: int = 1
+    declaration: Declaration,
+    tensor: int,
+    num_replicas: int,
+    vocab_multiple: int,
+    expert: int = 1,
+    data_parallel: int = 1,
+    data_parallel_head: bool = False,
 ) -> Layout:
     """SGLang's own parameters on each tensor-parallel rank of each replica: rank r of all is rank r % tensor of replica
     r // tensor. expert: SGLang's ep_size, which divides tensor: of the ranks of a replica each run of tensor / expert
-    holds the same experts, each split over the run.
+    holds the same experts, each split over the run. data_parallel: SGLang's dp_size with enable_dp_attention, which
+    divides tensor: each run of tensor / data_parallel ranks holds a copy of the attention and the embedding, split over
+    the run; data_parallel_head: of the output layer too (enable_dp_lm_head).
 
     Raises:
-        ValueError: a size does not divide what it splits, or only some of the layers have experts.
+        ValueError: a size does not divide what it splits, only some of the layers have experts, or SGLang cannot
+            have the data-parallel attention or head with this model.
     """
     if declaration.num_experts and declaration.ffn_size:
         raise ValueError(
@@ -106,9 +116,34 @@ def sglang_layout(
         )
     if tensor % expert:
         raise ValueError(f"sglang expert size {expert} does not divide its tensor size {tensor}; use a size that does")
+    if data_parallel > 1 and not declaration.copies_attention:
+        raise ValueError(
+            f"sglang data-parallel size {data_parallel}, but SGLang (0.5.21) splits the attention of this model's "
+            "family over all ranks; qwen3 and qwen3_moe have data-parallel attention; set it to 1"
+        )
+    if tensor % data_parallel:
+        raise ValueError(
+            f"sglang data-parallel size {data_parallel} does not divide its tensor size {tensor}; use a size that does"
+        )
+    if data_parallel_head and tensor > data_parallel and declaration.vocab_size % vocab_multiple:
+        raise ValueError(
+            f"sglang's data-parallel head over groups of {tensor // data_parallel} ranks needs a vocabulary that is a "
+            f"multiple of {vocab_multiple}, but the model's is {declaration.vocab_size}: SGLang (0.5.21) gathers its "
+            "logits without the padding (layers/logits_processor.py); turn it off"
+        )
     expert_tensor = tensor // expert
-    world = World("sglang", tensor, vocab_multiple=vocab_multiple, expert=expert, expert_tensor=expert_tensor)
+    world = World(
+        "sglang",
+        tensor,
+        vocab_multiple=vocab_multiple,
+        expert=expert,
+        expert_tensor=expert_tensor,
+        attention_copies=data_parallel,
+    )
     check_sizes(declaration, world)
+    head = declaration.head
+    if data_parallel_head and isinstance(head, VocabSplit):
+        head = replace(head, of_attention=True)
     shards = []
     for rank in range(tensor):
         seat = Seat(rank, *divmod(rank, expert_tensor))
@@ -116,12 +151,13 @@ def sglang_layout(
         for index in range(declaration.num_layers):
             placed += _layer(declaration, world, seat, index, declaration.layer_prefix)
         placed += declaration.final_norm.place(world, seat)
-        if declaration.head is not None:
-            placed += declaration.head.place(world, seat)
+        if head is not None:
+            placed += head.place(world, seat)
         shards.append(_shard(placed))
     ranks = range(tensor * num_replicas)
     return Layout(
-        f"sglang tp{tensor}{f' ep{expert}' if expert > 1 else ''} x {num_replicas}",
+        f"sglang tp{tensor}{f' ep{expert}' if expert > 1 else ''}{f' dp{data_parallel}' if data_parallel > 1 else ''} "
+        f"x {num_replicas}",
         declaration.tensors(),
         tuple(shards),
         tuple(r % tensor for r in ranks),
@@ -155,11 +191,13 @@ def check_sizes(declaration: Declaration, world: World) -> None:
     ValueError: where a parallel size does not divide what it splits, naming the sizes.
     """
     size, kv_heads, vocab = world.tensor, declaration.num_kv_heads, world.padded_vocab_size(declaration.vocab_size)
-    kv_fits = kv_heads % size == 0 or (world.kind == "sglang" and size % kv_heads == 0)
+    attention = size // world.attention_copies
+    attention_axis = "tensor" if world.attention_copies == 1 else "tensor / data-parallel"
+    kv_fits = kv_heads % attention == 0 or (world.kind == "sglang" and attention % kv_heads == 0)
     experts, expert_ffn = declaration.num_experts, declaration.expert_ffn_size
     for axis, axis_size, what, number, fits in (
-        ("tensor", size, "attention heads", declaration.num_heads, declaration.num_heads % size == 0),
-        ("tensor", size, "key/value heads", kv_heads, kv_fits),
+        (attention_axis, attention, "attention heads", declaration.num_heads, declaration.num_heads % attention == 0),
+        (attention_axis, attention, "key/value heads", kv_heads, kv_fits),
         ("tensor", size, "feed-forward size", declaration.ffn_size, declaration.ffn_size % size == 0),
         ("tensor", size, "rows of the padded vocabulary", vocab, vocab % size == 0),
         ("expert", world.expert, "experts", experts, experts % world.expert == 0),

@@ -139,15 +139,15 @@ def source_layout(config, parallel):
     return role_layout("actor", config, parallel, NUM_TRAINERS, fused_norms=False)
 
 
-def target_layout(config, tensor, expert=1):
-    return sglang_layout(declare(config), tensor, 1, 64, expert)
+def target_layout(config, tensor, expert=1, data_parallel=1, data_parallel_head=False):
+    return sglang_layout(declare(config), tensor, 1, 64, expert, data_parallel, data_parallel_head)
 
 
 class Trainers:
     """All ranks of the trainers. fault: of rank 1, see `inject`."""
 
-    def __init__(self, config, folder, tensor, fault=None, parallel=TENSOR_PIPELINE, expert=1):
-        self.source, self.target = source_layout(config, parallel), target_layout(config, tensor, expert)
+    def __init__(self, config, folder, tensor, fault=None, parallel=TENSOR_PIPELINE, **sizes):
+        self.source, self.target = source_layout(config, parallel), target_layout(config, tensor, **sizes)
         self.tensor, self.number = tensor, 0
         store = str(folder / f"store{uuid.uuid4().hex}")
         faults = {1: fault}

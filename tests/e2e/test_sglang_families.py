@@ -19,7 +19,7 @@ from megarl.reshard.checksum import matrix
 from megarl.reshard.layouts import hf_layout
 from megarl.reshard.plan import plan
 from megarl.workers.weights import compare_parameters
-from tests.e2e import parameter_loaders
+from tests.e2e import parameter_loaders, sglang_data_parallel
 from tests.e2e.sglang_replica import (
     SIZES,
     TENSOR_PIPELINE,
@@ -40,7 +40,7 @@ pytestmark = [
 
 PADDED_VOCAB = 128
 """SGLang's rows for the 99 tokens; a Megatron layout of tensor size 2 has 256."""
-VOCABULARY = {"model.embed_tokens.weight", "lm_head.weight"}
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,13 +55,19 @@ class Hashes:
 
 
 MOE = {"head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+# Of sizes that SGLang does not pad for 4 ranks on the CPU.
+WIDE = {"num_attention_heads": 8, "num_key_value_heads": 4}
+WIDE_MOE = {"moe_intermediate_size": 128, "vocab_size": PADDED_VOCAB}
 CONFIGS = {
     "llama": LlamaConfig(**SIZES, tie_word_embeddings=False),
     "mistral": MistralConfig(**SIZES, tie_word_embeddings=False, sliding_window=None),
     "qwen2-tied": Qwen2Config(**SIZES, tie_word_embeddings=True),
     "qwen2": Qwen2Config(**SIZES, tie_word_embeddings=False),
     "qwen3": Qwen3Config(**SIZES, tie_word_embeddings=True, head_dim=32),
+    "qwen3-untied": Qwen3Config(**SIZES, tie_word_embeddings=False, head_dim=32),
     "qwen3_moe": Qwen3MoeConfig(**SIZES, **MOE, tie_word_embeddings=False),
+    "qwen3-wide": Qwen3Config(**SIZES | WIDE, tie_word_embeddings=True, head_dim=32),
+    "qwen3_moe-wide": Qwen3MoeConfig(**SIZES | WIDE | MOE | WIDE_MOE, tie_word_embeddings=False),
 }
 EXPERT = ParallelConfig(tensor=2, pipeline=2, expert=2)
 
@@ -72,9 +78,10 @@ def loaders(monkeypatch):
         monkeypatch.setitem(sglang.LOADERS, loader.__name__, f"{loader.__module__}.{loader.__name__}")
 
 
-def hashes(engine):
-    """Per rank, {name: Hashes} of all of SGLang's parameters and buffers."""
-    replies = engine._run_loader("hash_parameters", lambda reply, rank: envelope(reply, rank, engine.tensor_size))
+def hashes(engine, filled):
+    """Per rank, {name: Hashes} of all of SGLang's parameters and buffers; filled: see `filled_rows`."""
+    envelope = lambda reply, rank: json.dumps({"reply": reply, "filled": filled[rank]})  # noqa: E731
+    replies = engine._run_loader("hash_parameters", envelope)
     return [{name: Hashes(*values) for name, values in reply.items()} for reply in replies]
 
 
@@ -86,10 +93,15 @@ def differing(some, others):
     ]
 
 
-def envelope(reply, rank, tensor):
-    rows = PADDED_VOCAB // tensor
-    filled = min(max(VOCAB - rank * rows, 0), rows)
-    return json.dumps({"reply": reply, "filled": dict.fromkeys(sorted(VOCABULARY), filled)})
+def filled_rows(vocab, tensor, data_parallel=1, data_parallel_head=False):
+    """Per rank, how many of its rows of a vocabulary are tokens: filled_rows(99, 2) is 64 and 35 of 64 rows each."""
+    of_attention = tensor // data_parallel
+
+    def rows(rank, size):
+        return min(max(vocab - rank % size * (PADDED_VOCAB // size), 0), PADDED_VOCAB // size)
+
+    head = of_attention if data_parallel_head else tensor
+    return [{EMBEDDING: rows(rank, of_attention), HEAD: rows(rank, head)} for rank in range(tensor)]
 
 
 def spoil(engine):
@@ -118,38 +130,69 @@ def test_a_sync_leaves_the_bytes_of_sglangs_own_loading(family, tensor, expert, 
     """Of every parameter of every tensor-parallel rank; buffers stay as they were. Without a GPU SGLang cannot answer
     with experts spread over its ranks (0.5.21)."""
     assert_answers = assert_answers_of if expert == 1 else lambda model, engine: None
+    padding = [*[set()] * (tensor - 1), {EMBEDDING, HEAD}]  # the last rank has it
+    assert_syncs_as_loading(
+        CONFIGS[family], tensor, parallel, tmp_path, filled_rows(VOCAB, tensor), padding, assert_answers, expert=expert
+    )
+
+
+@pytest.mark.parametrize(
+    ("family", "tensor", "copies", "head", "parallel", "padding"),
+    [
+        ("qwen3", 2, 2, False, TENSOR_PIPELINE, [{EMBEDDING}] * 2),
+        pytest.param("qwen3-wide", 4, 2, False, TENSOR_PIPELINE, [set(), {EMBEDDING}] * 2, marks=pytest.mark.slow),
+        pytest.param("qwen3-untied", 2, 2, True, TENSOR_PIPELINE, [{EMBEDDING, HEAD}] * 2, marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", 2, 2, False, EXPERT, [{EMBEDDING}, {EMBEDDING, HEAD}], marks=pytest.mark.slow),
+        pytest.param("qwen3_moe-wide", 4, 2, True, EXPERT, [set()] * 4, marks=pytest.mark.slow),
+    ],
+)
+def test_a_sync_leaves_the_bytes_of_sglangs_own_loading_in_each_copy_of_the_attention(
+    family, tensor, copies, head, parallel, padding, tmp_path, monkeypatch
+):
+    """Data-parallel attention. padding: by rank, what has rows of the vocabulary without a token. Without a GPU SGLang
+    cannot answer with an output layer that groups of several ranks hold (0.5.21): gloo wants another shape."""
+    assert_answers = (lambda model, engine: None) if head and copies < tensor else assert_answers_of
+    sglang_data_parallel.install(monkeypatch)
+    sizes = {"data_parallel": copies, "data_parallel_head": head}
     config = CONFIGS[family]
+    filled = filled_rows(config.vocab_size, tensor, **sizes)
+    assert_syncs_as_loading(config, tensor, parallel, tmp_path, filled, padding, assert_answers, **sizes)
+
+
+def assert_syncs_as_loading(config, tensor, parallel, tmp_path, filled, padding, assert_answers, **sizes):
+    """sizes: of SGLang, beside tensor."""
     model, other_model = (save_model(config, seed, tmp_path / name) for seed, name in enumerate(("model", "other")))
-    trainers = Trainers(config, tmp_path, tensor, parallel=parallel, expert=expert)
+    trainers = Trainers(config, tmp_path, tensor, parallel=parallel, **sizes)
     with (
         parties(*trainers.parties),
-        running_engine(tmp_path / "model", tensor, tmp_path / "sglang.log", expert=expert) as engine,
+        running_engine(tmp_path / "model", tensor, tmp_path / "sglang.log", **sizes) as engine,
     ):
-        own = hashes(engine)
+        own = hashes(engine, filled)
         nothing = [set()] * tensor
-        names = [set(trainers.target.shard(rank).parameters) for rank in range(tensor)]
-        assert [{n for n, found in rank.items() if found.is_parameter} for rank in own] == names
+        shapes = [{n: list(s) for n, s in trainers.target.shard(rank).parameters.items()} for rank in range(tensor)]
+        assert [{n: found.shape for n, found in rank.items() if found.is_parameter} for rank in own] == shapes
+        names = [set(rank) for rank in shapes]
         assert_answers(model, engine)
 
         trainers.load_into(engine, str(tmp_path / "other"), 1)
-        assert differing(own, hashes(engine)) == names
+        assert differing(own, hashes(engine, filled)) == names
         assert_answers(other_model, engine)
 
         trainers.load_into(engine, str(tmp_path / "model"), 2)
-        assert differing(own, hashes(engine)) == nothing
+        assert differing(own, hashes(engine, filled)) == nothing
         assert_answers(model, engine)
 
         # From parameters that hold nothing but NaNs: every byte comes from the trainers, except the padding of the
         # vocabulary, which SGLang fills with zeros when it loads and no plan writes; no answer depends on it.
         spoil(engine)
-        spoilt = hashes(engine)
+        spoilt = hashes(engine, filled)
         trainers.load_into(engine, str(tmp_path / "model"), 3)
         expected = [
             {n: dataclasses.replace(found, padding=spoilt_rank[n].padding) for n, found in rank.items()}
             for rank, spoilt_rank in zip(own, spoilt, strict=True)
         ]
-        assert differing(expected, hashes(engine)) == nothing
-        assert differing(expected, own) == [*nothing[1:], VOCABULARY & names[-1]]  # the last rank has the padding
+        assert differing(expected, hashes(engine, filled)) == nothing
+        assert differing(expected, own) == [found & held for found, held in zip(padding, names, strict=True)]
         assert_answers(model, engine)
 
 

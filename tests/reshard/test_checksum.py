@@ -179,6 +179,18 @@ def test_norms_that_differ_between_tensor_ranks_are_named() -> None:
         tensor_checksums(layout, sums_of(layout, held, torch.float32))
 
 
+@pytest.mark.parametrize(("rank", "first"), [(2, 0), (3, 1)])
+def test_copies_of_sglangs_data_parallel_attention_that_differ_are_named(rank: int, first: int) -> None:
+    """Of 2 groups of 2 ranks: ranks 0 and 2, and 1 and 3, hold the same attention."""
+    declaration = declare(tiny_config("qwen3"))
+    layout = sglang_layout(declaration, 4, 1, 64, data_parallel=2)
+    held = moved(hf_layout(declaration), [distinct(declaration.tensors(), torch.float32)], layout)
+    held[rank]["model.layers.1.self_attn.o_proj.weight"][0, 0] += 1
+    message = rf"o_proj\.weight Rect\(.*\) differs between ranks {first} and {rank}"
+    with pytest.raises(ValueError, match=message):
+        tensor_checksums(layout, sums_of(layout, held, torch.float32))
+
+
 def test_a_region_that_no_rank_summed_is_named() -> None:
     layout, held, _ = setting(tensor=2)
     sums = sums_of(layout, held, torch.float32)

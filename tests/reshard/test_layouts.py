@@ -290,15 +290,27 @@ def test_replicas_over_data_and_context_share_a_shard() -> None:
 
 
 def sglang_reference(
-    values: Parameters, config: Any, tied: bool, size: int, rank: int, expert_size: int = 1
+    values: Parameters,
+    config: Any,
+    tied: bool,
+    size: int,
+    rank: int,
+    expert_size: int = 1,
+    data_parallel: int = 1,
+    dp_head: bool = False,
 ) -> Parameters:
     """One rank's parameters by the rules of SGLang 0.5.21's loaders (sglang/srt/layers)."""
     heads, total_kv_heads = config.num_attention_heads, config.num_key_value_heads
+    # runtime_context.py:73-94: attn_tp_size = tp_size // dp_size, attn_tp_rank = tp_rank % attn_tp_size
+    full, attention = (size, rank), (size // data_parallel, rank % (size // data_parallel))
+    # models/qwen3.py:131, models/qwen3_moe.py:547: tp_size=attn_tp_size, tp_rank=attn_tp_rank
     # linear.py:1016, QKVParallelLinear.__init__: where tp_size >= total_num_kv_heads, one key/value head a rank
-    kv_heads, replicas = (1, size // total_kv_heads) if size >= total_kv_heads else (total_kv_heads // size, 1)
+    attn = attention[0]
+    kv_heads, replicas = (1, attn // total_kv_heads) if attn >= total_kv_heads else (total_kv_heads // attn, 1)
     dim = getattr(config, "head_dim", None) or config.hidden_size // heads
 
     def qkv(prefix: str, suffix: str) -> torch.Tensor:
+        size, rank = attention
         q, k, v = (values[f"{prefix}.{n}_proj.{suffix}"] for n in "qkv")
         parameter = torch.full((heads // size * dim + 2 * kv_heads * dim, *q.shape[1:]), UNTOUCHED)
         # linear.py:1323-1331, weight_loader: offsets of q, k and v in the parameter, and their sizes
@@ -311,6 +323,7 @@ def sglang_reference(
         return parameter
 
     def gate_up(prefix: str) -> torch.Tensor:
+        size, rank = full
         shard_size = config.intermediate_size // size
         parameter = torch.full((2 * shard_size, config.hidden_size), UNTOUCHED)
         for index, name in enumerate(("gate", "up")):
@@ -319,11 +332,11 @@ def sglang_reference(
             parameter.narrow(0, index * shard_size, shard_size).copy_(loaded)
         return parameter
 
-    def row_parallel(loaded: torch.Tensor) -> torch.Tensor:
+    def row_parallel(loaded: torch.Tensor, size: int, rank: int) -> torch.Tensor:
         shard_size = loaded.shape[1] // size  # linear.py:1544, RowParallelLinear.weight_loader: input_dim is 1
         return loaded.narrow(1, rank * shard_size, shard_size)
 
-    def vocabulary(loaded: torch.Tensor) -> torch.Tensor:
+    def vocabulary(loaded: torch.Tensor, size: int, rank: int) -> torch.Tensor:
         # vocab_parallel_embedding.py:47 and 56: padded to a multiple of 64; 363 and 372: an equal range a rank, cut off
         # at the real vocabulary. (Line 509 fills the rest with zeros when SGLang itself loads; a plan leaves it alone.)
         partition = -(-len(loaded) // 64) * 64 // size
@@ -334,6 +347,7 @@ def sglang_reference(
 
     def experts(prefix: str) -> tuple[torch.Tensor, torch.Tensor]:
         # runtime_context.py:135: moe_tp_rank = tp_rank % moe_tp_size, and the run of them is the expert rank
+        size, rank = full
         moe_tp_size = size // expert_size
         ep_rank, tp_rank = rank // moe_tp_size, rank % moe_tp_size
         count, part = config.num_experts // expert_size, config.moe_intermediate_size // moe_tp_size
@@ -349,7 +363,8 @@ def sglang_reference(
             w2[local].copy_(down.narrow(1, tp_rank * part, part))
         return w13, w2
 
-    result = {"model.embed_tokens.weight": vocabulary(values["model.embed_tokens.weight"])}
+    # models/qwen2.py:338, models/qwen2_moe.py:1126: use_attn_tp_group=is_dp_attention_enabled()
+    result = {"model.embed_tokens.weight": vocabulary(values["model.embed_tokens.weight"], *attention)}
     for layer in range(config.num_hidden_layers):
         prefix = f"model.layers.{layer}"
         for norm in ("input_layernorm.weight", "post_attention_layernorm.weight"):
@@ -361,7 +376,9 @@ def sglang_reference(
         if config.model_type.startswith("qwen3"):  # models/qwen3.py:121, RMSNorm(head_dim): the same on all ranks
             for name in ("q_norm", "k_norm"):
                 result[f"{prefix}.self_attn.{name}.weight"] = values[f"{prefix}.self_attn.{name}.weight"]
-        result[f"{prefix}.self_attn.o_proj.weight"] = row_parallel(values[f"{prefix}.self_attn.o_proj.weight"])
+        result[f"{prefix}.self_attn.o_proj.weight"] = row_parallel(
+            values[f"{prefix}.self_attn.o_proj.weight"], *attention
+        )
         # models/qwen3_moe.py:845: all layers have experts
         if config.model_type == "qwen3_moe":
             result[f"{prefix}.mlp.gate.weight"] = values[f"{prefix}.mlp.gate.weight"]
@@ -369,10 +386,11 @@ def sglang_reference(
             result[f"{prefix}.mlp.experts.w13_weight"], result[f"{prefix}.mlp.experts.w2_weight"] = w13, w2
             continue
         result[f"{prefix}.mlp.gate_up_proj.weight"] = gate_up(f"{prefix}.mlp")
-        result[f"{prefix}.mlp.down_proj.weight"] = row_parallel(values[f"{prefix}.mlp.down_proj.weight"])
+        result[f"{prefix}.mlp.down_proj.weight"] = row_parallel(values[f"{prefix}.mlp.down_proj.weight"], *full)
     result["model.norm.weight"] = values["model.norm.weight"]
     if not tied:  # models/llama.py:529: tied, lm_head is embed_tokens itself
-        result["lm_head.weight"] = vocabulary(values["lm_head.weight"])
+        # models/qwen3.py:531, models/qwen3_moe.py:1021: use_attn_tp_group=enable_dp_lm_head
+        result["lm_head.weight"] = vocabulary(values["lm_head.weight"], *(attention if dp_head else full))
     return result
 
 
@@ -400,6 +418,62 @@ def test_sglang_experts_are_those_of_its_loaders(size: int, expert_size: int) ->
     for rank, parameters in enumerate(fill(target, values, declaration)):
         assert_equal(parameters, sglang_reference(values, config, False, size, rank, expert_size), f"rank {rank}")
     check_cover(target)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("dp_head", [True, False])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize(("size", "copies"), [(2, 2), (4, 2), (4, 4), (8, 2), (8, 4)])
+def test_sglang_attention_is_copied_over_data_parallel_groups(
+    family: str, tied: bool, dp_head: bool, kv_heads: int, size: int, copies: int
+) -> None:
+    vocab_size = 128 if dp_head and copies < size else 70
+    sizes = {"num_key_value_heads": kv_heads, "head_dim": 2, "vocab_size": vocab_size, "num_hidden_layers": 1}
+    config = tiny_config(family, tied, **sizes)
+    declaration, expert = declare(config), 2 if family == "qwen3_moe" else 1
+    target = sglang_layout(declaration, size, 2, 64, expert, copies, dp_head)
+    values = distinct(declaration.tensors(), torch.float32)
+    for rank, parameters in enumerate(fill(target, values, declaration)):
+        expected = sglang_reference(values, config, tied, size, rank % size, expert, copies, dp_head)
+        assert_equal(parameters, expected, f"rank {rank}")
+    check_cover(target, range(size))
+
+
+def test_sglang_splits_attention_over_a_group_only() -> None:
+    """8 heads of 4 channels over groups of 2 ranks: 4 query, 2 key and 2 value heads a rank; the feed-forward size 24
+    and the vocabulary of 64 over all 4 ranks, the embedding over 2."""
+    target = sglang_layout(declare(tiny_config("qwen3", head_dim=4)), 4, 1, 64, data_parallel=2)
+    for rank in range(4):
+        shapes = target.shard(rank).parameters
+        assert shapes["model.layers.0.self_attn.qkv_proj.weight"] == ((4 + 2 + 2) * 4, 16)
+        assert shapes["model.layers.0.self_attn.o_proj.weight"] == (16, 16)
+        assert shapes["model.layers.0.mlp.gate_up_proj.weight"] == (2 * 6, 16)
+        assert shapes["model.embed_tokens.weight"] == (32, 16)
+        assert shapes["lm_head.weight"] == (16, 16)
+
+
+def test_sglang_data_parallel_sizes_that_do_not_fit_are_named() -> None:
+    with pytest.raises(ValueError, match="sglang data-parallel size 3 does not divide its tensor size 4"):
+        sglang_layout(declare(tiny_config("qwen3")), 4, 1, 64, data_parallel=3)
+    three = declare(tiny_config("qwen3", num_attention_heads=12, num_key_value_heads=3))
+    with pytest.raises(ValueError, match="sglang tensor / data-parallel size 2 does not divide the model's 3 key"):
+        sglang_layout(three, 4, 1, 64, data_parallel=2)
+    sglang_layout(three, 2, 1, 64, data_parallel=2)
+
+
+def test_a_data_parallel_head_of_several_ranks_needs_a_vocabulary_without_padding() -> None:
+    padded, whole = (declare(tiny_config("qwen3", vocab_size=size)) for size in (70, 128))
+    with pytest.raises(ValueError, match="groups of 2 ranks needs a vocabulary that is a multiple of 64, .* is 70"):
+        sglang_layout(padded, 4, 1, 64, data_parallel=2, data_parallel_head=True)
+    for declaration, copies in ((padded, 4), (whole, 2)):
+        sglang_layout(declaration, 4, 1, 64, data_parallel=copies, data_parallel_head=True)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2"])
+def test_sglang_families_without_data_parallel_attention_are_refused(family: str) -> None:
+    with pytest.raises(ValueError, match="splits the attention of this model's family over all ranks"):
+        sglang_layout(declare(tiny_config(family)), 4, 1, 64, data_parallel=2)
 
 
 def test_sglang_has_no_layers_without_experts_between_those_that_have_them() -> None:

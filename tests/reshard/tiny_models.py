@@ -115,8 +115,15 @@ def megatron_layouts(draw: st.DrawFn, declaration: Declaration) -> Layout:
 def sglang_layouts(draw: st.DrawFn, declaration: Declaration) -> Layout:
     """At most 8 ranks."""
     heads, kv_heads = declaration.num_heads, declaration.num_kv_heads
-    fits = [t for t in (1, 2, 4) if heads % t == 0 and (kv_heads % t == 0 or t % kv_heads == 0)]
-    tensor = draw(st.sampled_from(fits))
+
+    def attends(size: int) -> bool:
+        return heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
+
+    tensor = draw(st.sampled_from([t for t in (1, 2, 4) if attends(t)]))
     vocab = math.lcm(tensor, draw(st.sampled_from([8, 64])))
     expert = draw(st.sampled_from([e for e in (1, 2, 4) if tensor % e == 0 and declaration.num_experts % e == 0]))
-    return sglang_layout(declaration, tensor, draw(st.integers(1, 2)), vocab, expert)
+    copies, with_head = 1, False
+    if declaration.copies_attention:
+        copies = draw(st.sampled_from([c for c in (1, 2, 4) if tensor % c == 0 and attends(tensor // c)]))
+        with_head = draw(st.booleans()) and (copies == tensor or declaration.vocab_size % vocab == 0)
+    return sglang_layout(declaration, tensor, draw(st.integers(1, 2)), vocab, expert, copies, with_head)

@@ -23,7 +23,10 @@ FAMILIES: dict[str, Callable[[Any], Declaration]] = {
 """By the config's `model_type`."""
 
 VALUE_HEAD = "score.weight"
-"""The canonical name of a critic's head: that of transformers' sequence-classification models."""
+"""The canonical name of a value head: that of transformers' sequence-classification models."""
+
+VALUE_ROLES = ("critic", "reward_model")
+"""The roles that have one, in place of an output layer."""
 
 
 def declare(hf_config: Any) -> Declaration:
@@ -47,5 +50,5 @@ def declare_critic(hf_config: Any) -> Declaration:
 
 
 def declare_role(role: str, hf_config: Any) -> Declaration:
-    """The weights of a role: a critic has a value head, all others are causal language models."""
-    return declare_critic(hf_config) if role == "critic" else declare(hf_config)
+    """The weights of a role: critic and reward model have a value head, all others are causal language models."""
+    return declare_critic(hf_config) if role in VALUE_ROLES else declare(hf_config)

@@ -23,6 +23,7 @@ def llama(hf_config: Any) -> Declaration:
             "self_attn.o_proj.weight",
             Names("self_attention.linear_proj.weight", "self_attn.o_proj.weight"),
             (hidden, attention_out),
+            of_attention=True,
         ),
         Whole(
             "post_attention_layernorm.weight",
@@ -43,7 +44,10 @@ def llama(hf_config: Any) -> Declaration:
         ffn_size=ffn,
         vocab_size=hf_config.vocab_size,
         embedding=VocabSplit(
-            "model.embed_tokens.weight", Names("embedding.word_embeddings.weight", "model.embed_tokens.weight"), vocab
+            "model.embed_tokens.weight",
+            Names("embedding.word_embeddings.weight", "model.embed_tokens.weight"),
+            vocab,
+            of_attention=True,
         ),
         layers=(layer,) * hf_config.num_hidden_layers,
         final_norm=Whole("model.norm.weight", Names("decoder.final_layernorm.weight", "model.norm.weight"), (hidden,)),

@@ -13,7 +13,7 @@ def qwen3(hf_config: Any) -> Declaration:
     """The declaration for a Qwen3Config."""
     base = llama(hf_config)
     norms = head_norms(hf_config)
-    return replace(base, layers=tuple((*layer, *norms) for layer in base.layers))
+    return replace(base, layers=tuple((*layer, *norms) for layer in base.layers), copies_attention=True)
 
 
 def head_norms(hf_config: Any) -> tuple[Whole, Whole]:
