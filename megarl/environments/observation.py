@@ -26,7 +26,9 @@ class ObservationTokens:
         \\n<|im_start|>tool\\n84<|im_end|>\\n<|im_start|>assistant\\n    these
 
     With a chat template it is what the template puts after an assistant's message when the observation's follows, from
-    behind the stop token on. Without one, the observation's text as it is.
+    behind the stop token on. Its special tokens are the template's: where the observation's own text spells one, a
+    space goes behind that one's first character ("< |im_end|>"), so that no tool's words end a turn or begin another.
+    Without a template it is the observation's text as it is.
     """
 
     def __init__(self, tokenizer: Any, apply_chat_template: bool, stop_token_ids: Sequence[int]) -> None:
@@ -45,6 +47,7 @@ class ObservationTokens:
         """The role by which the template is asked, by the one that the environment names."""
         self._ends: dict[str, str] = {}
         """What the template puts after an assistant's words, through the stop token; by role."""
+        self._specials = _special_texts(tokenizer)
         self._is_plain = not apply_chat_template or not getattr(tokenizer, "chat_template", None)
         if not self._is_plain:
             self._learn_template()
@@ -69,9 +72,10 @@ class ObservationTokens:
             ValueError: max_tokens less than `least`.
         """
         if max_tokens is None:
-            return np.asarray(self._encode(role, text), np.int64)
+            return np.asarray(self._encode(role, self._without_specials(text)), np.int64)
         self.check_limit(max_tokens)
         most = CHARACTERS_A_TOKEN * max_tokens
+        text = self._without_specials(text[: most + 1])
         if len(text) <= most:
             whole = self._encode(role, text)
             if len(whole) <= max_tokens:
@@ -86,6 +90,14 @@ class ObservationTokens:
             else:
                 too_long = middle
         return np.asarray(found, np.int64)
+
+    def _without_specials(self, text: str) -> str:
+        """With a template: every special token that the text spells is broken by a space. Its beginnings have none
+        either."""
+        while not self._is_plain and (found := [special for special in self._specials if special in text]):
+            for special in found:
+                text = text.replace(special, f"{special[0]} {special[1:]}")
+        return text
 
     def _encode(self, role: str, text: str) -> list[int]:
         if self._is_plain:
@@ -142,3 +154,9 @@ class ObservationTokens:
         known = [text for token, text in self._stops.items() if self._ids(text) == [token]]
         ends = [between.index(text) + len(text) for text in known if text in between]
         return between[: min(ends)] if ends else ""
+
+
+def _special_texts(tokenizer: Any) -> list[str]:
+    """What the tokenizer turns into special tokens, without white space around it; those that a space can break."""
+    added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+    return sorted({text.strip() for text in (*added, *tokenizer.all_special_tokens) if len(text.strip()) > 1})

@@ -6,19 +6,21 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-_MARKS = r"[\s*_$\"'(\[{]*"
+_MARKS = r"[\s*_$\"'(\[{]*+"
 """What may stand between "answer is" and the letter: emphasis, quotes, brackets."""
 _TEXT = r"(?:\\(?:text|textbf|mathrm|mathbf)\s*\{\s*)?"
 
+# Repetitions next to each other are possessive (*+): what one has taken it does not give back to the next, so that the
+# time is linear in the response's length.
 _RULES = (
     re.compile(rf"\\boxed\s*\{{\s*{_TEXT}[(\[]?([A-J])[)\].:]?\s*\}}", re.IGNORECASE),
     re.compile(
-        rf"(?i:\banswer\b[*_\s]*(?:is\b)?[*_\s]*[:=]?){_MARKS}(?i:\\boxed|(?:option|choice)\b)?{_MARKS}{_TEXT}"
-        r"([A-J]|[a-j](?![ \t]+\w))(?!['’]?\w)"
+        rf"(?i:\banswer\b[*_\s]*+(?:is\b[*_\s]*+)?[:=]?){_MARKS}(?i:\\boxed|(?:option|choice)\b)?{_MARKS}{_TEXT}"
+        r"([A-J]|[a-j](?![ \t]++\w))(?!['’]?\w)"
     ),
     re.compile(r"[(\[]([A-J])[)\]]", re.IGNORECASE),
-    re.compile(r"^[ \t*_]*([A-J])(?:[*_]*[.):].*|[ \t*_]*)\s*\Z", re.IGNORECASE | re.MULTILINE),
 )
+_LAST_LINE = re.compile(r"[ \t*_]*+([A-J])(?:[*_]*+[.):].*|[ \t*_]*+)", re.IGNORECASE)
 
 
 def score(data_source: str, response: str, ground_truth: str, extra_info: Mapping[str, Any]) -> float:
@@ -47,4 +49,5 @@ def extract_letter(response: str) -> str | None:
         found = rule.findall(response)
         if found:
             return str(found[-1]).upper()
-    return None
+    line = _LAST_LINE.fullmatch(response.rstrip().rpartition("\n")[2])
+    return line[1].upper() if line else None

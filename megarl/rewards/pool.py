@@ -34,14 +34,15 @@ import psutil
 
 from megarl.rewards import keeper
 from megarl.rewards.keeper import BEGUN, IMPORT_LIMIT, TIMED_OUT, Settings, receive_frame, send_frame
-from megarl.rewards.loading import BUILTIN, TRUSTED, Call, Score, score_safely
+from megarl.rewards.loading import BUILTIN, READY_MADE, TRUSTED, Call, Score, score_safely
 
 QUEUE_PER_WORKER = 256
 """Calls that wait, a worker; with more, `submit` waits."""
 
 GIVE_UP_AFTER = 16
-"""When so many calls of a function in a row have lost their process, one at a time is tried and the others fail at
-once, until one comes back: code that always hangs must not hold the step for its time limit an answer."""
+"""When so many calls of a user's function in a row have lost their process, one at a time is tried and the others fail
+at once, until one comes back: code that always hangs must not hold the step for its time limit an answer. Whether a
+ready-made function hangs is up to the answer, so that every call of it is tried."""
 
 GRACE = 5.0
 """Seconds over its limits after which a keeper that does not answer is taken for dead."""
@@ -221,7 +222,7 @@ class ProcessPool(Generic[Result]):
                     return []
                 first = self._queue.popleft()
                 lost = self._lost_in_a_row[first.name]
-                is_tried = lost < GIVE_UP_AFTER or not self._running[first.name]
+                is_tried = lost < GIVE_UP_AFTER or first.name in READY_MADE or not self._running[first.name]
                 if is_tried:
                     size = max(1, self._batch_sizes.get(first.name, 0))
                     others = [p for p in self._queue if p.name == first.name][: size - 1] if size > 1 else []

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import glob
 import json
 import math
 import os
@@ -32,6 +33,8 @@ from megarl.rewards import sandbox_init
 
 SYSTEM_FOLDERS = ("/usr", "/bin", "/lib", "/lib32", "/lib64", "/libx32")
 """What an isolated program sees besides the interpreter's own folder."""
+_PACKAGES = ("site-packages", "dist-packages")
+"""Where below lib/python3.11 and the like installed packages are, which it does not see."""
 
 _MARK = "MEGARL_SANDBOX"
 """The environment variable by which the processes of a program that is not isolated are found."""
@@ -137,11 +140,13 @@ def _specification(folder: str, limits: Limits, isolated: bool, status: int, mar
     work = os.path.join(folder, "work")
     home = sandbox_init.FOLDER if isolated else work
     prefix = os.path.realpath(sys.base_prefix)
+    folders = (*SYSTEM_FOLDERS, *([] if f"{prefix}/".startswith("/usr/") else [prefix]))
     return {
         "root": work if isolated else None,
         "program": os.path.join(folder, "program.py"),
         "work": work,
-        "folders": [*SYSTEM_FOLDERS, *([] if f"{prefix}/".startswith("/usr/") else [prefix])],
+        "folders": folders,
+        "empty": _packages(*folders),
         "files_mb": limits.files_mb,
         "resources": resources,
         "python": os.path.realpath(sys.executable),
@@ -158,6 +163,21 @@ def _specification(folder: str, limits: Limits, isolated: bool, status: int, mar
         "status": status,
         "owner": os.getpid(),
     }
+
+
+@functools.cache
+def _packages(*folders: str) -> list[str]:
+    """The folders of installed packages in what an isolated program sees, by their real paths."""
+    prefixes = {*folders, "/usr/local", os.path.realpath(sys.base_prefix)}
+    found = {
+        os.path.realpath(path)
+        for prefix in prefixes
+        for pattern in ("lib*/python*", "python*")  # of /usr, and of /lib64
+        for name in _PACKAGES
+        for path in glob.glob(os.path.join(glob.escape(prefix), pattern, name))
+    }
+    seen = tuple(f"{folder}/" for folder in folders if not os.path.islink(folder))
+    return sorted(path for path in found if os.path.isdir(path) and path.startswith(seen))
 
 
 def _library_path() -> dict[str, str]:
@@ -358,15 +378,20 @@ class _Run:
 def _remove_stale() -> None:
     """Once a process: what others have left that were killed amid a program, as the reward pool does."""
     for entry in os.scandir(tempfile.gettempdir()):
+        if not entry.name.startswith(_PREFIX):
+            continue
         with contextlib.suppress(OSError):
-            if entry.name.startswith(_PREFIX) and time.time() - entry.stat(follow_symlinks=False).st_mtime > _STALE:
+            found = entry.stat(follow_symlinks=False)
+            is_own = entry.is_dir(follow_symlinks=False) and found.st_uid == os.geteuid()
+            if is_own and time.time() - found.st_mtime > _STALE:
                 _remove(entry.path)
 
 
 def _remove(folder: str) -> None:
-    """Also what the program has made unreadable."""
+    """Also what the program has made unreadable. Links are removed, and what they lead to is not touched."""
     for path, folders, _ in os.walk(folder):
-        for name in folders:
-            with contextlib.suppress(OSError):
-                os.chmod(os.path.join(path, name), 0o700, follow_symlinks=False)
+        for inside in (os.path.join(path, name) for name in folders):
+            if not os.path.islink(inside):  # chmod would follow it: Linux changes no link's own mode
+                with contextlib.suppress(OSError):
+                    os.chmod(inside, 0o700)
     shutil.rmtree(folder, ignore_errors=True)

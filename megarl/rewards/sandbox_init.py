@@ -4,8 +4,9 @@
     sandbox.run  ->  launcher  ->  program                                      without namespaces
 
 The launcher enters new user, mount, network, process and IPC namespaces. The first process builds what the program sees
-of the file system: the interpreter and the system's libraries, read-only, and an empty folder in memory. When it ends
-the kernel ends all that is in the namespaces. It cannot be signalled or traced from inside.
+of the file system: the interpreter and the system's libraries, read-only and without the packages that are installed
+there, and an empty folder in memory. When it ends the kernel ends all that is in the namespaces. It cannot be signalled
+or traced from inside.
 
 Its argument is JSON (sandbox.py's `_specification`). Lines of JSON go back over the pipe `status`: when the program
 begins {"program": its process id inside}; then {"exit": code}, of a signal its negative number, or {"error": why not}.
@@ -26,7 +27,7 @@ import sys
 from typing import Any
 
 _NEWNS, _NEWIPC, _NEWUSER, _NEWPID, _NEWNET = 0x20000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
-_MS_NOSUID, _MS_NODEV, _MS_BIND, _MS_REC, _MS_PRIVATE = 2, 4, 4096, 16384, 1 << 18
+_MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_BIND, _MS_REC, _MS_PRIVATE = 1, 2, 4, 4096, 16384, 1 << 18
 _PDEATHSIG, _SUBREAPER, _NO_NEW_PRIVS = 1, 36, 38
 _MOUNT_SETATTR = 442
 """The system call's number on every architecture (Linux 5.12)."""
@@ -103,6 +104,8 @@ def _build_root(specification: dict[str, Any]) -> None:
             os.makedirs(inside, exist_ok=True)
             _mount(folder, inside, None, _MS_BIND | _MS_REC)
             _set_read_only(inside, _AT_RECURSIVE)
+    for folder in specification["empty"]:
+        _mount("tmpfs", root + folder, "tmpfs", _MS_RDONLY | _MS_NOSUID | _MS_NODEV, "mode=755")
     os.mkdir(f"{root}/dev")
     for device in DEVICES:
         with open(f"{root}/dev/{device}", "w"):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from megarl.rewards import RewardPool, load_reward
@@ -55,6 +58,23 @@ LETTERS = [
 @pytest.mark.parametrize(("response", "letter"), LETTERS)
 def test_the_letter(response: str, letter: str | None) -> None:
     assert extract_letter(response) == letter
+
+
+@pytest.mark.parametrize("gap", [" ", "\n", "\t", "_", "*", "$", "(", "* ", "_\n", " \n", "{ *_\n$"])
+def test_ten_thousand_of_what_may_stand_between_take_no_time(gap: str) -> None:
+    """With time that grows as the square or more, each of these took minutes; the worst of them years."""
+    long = gap * (10_000 // len(gap))
+    code = (
+        "import sys\nfrom megarl.rewards.choice import extract_letter\nlong = sys.argv[1]\n"
+        "for text in ('The answer', 'Answer:', 'The answer is', 'The answer is option', 'A.', 'A', '', 'A. x',\n"
+        "             '\\\\boxed{', '\\\\boxed', 'answer \\\\text{'):\n"
+        "    assert extract_letter(text + long + '\\n!?') is None, text\n"
+        "    assert extract_letter((text + long) * 10 + '\\n!?') is None, text\n"
+        "assert extract_letter('The answer is a' + long + '?!') in ('A', None)\n"
+        "assert extract_letter('The answer:' + long + 'c.') == 'C'\n"
+    )
+    found = subprocess.run([sys.executable, "-c", code, long], timeout=60, capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
 
 
 @pytest.mark.parametrize("ground_truth", ["C", "c", "(C)", "C.", " [c]\n"])

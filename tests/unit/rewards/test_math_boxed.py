@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from megarl.rewards import BUILTIN, RewardPool, load_reward
+from megarl.rewards import BUILTIN, RewardPool, load_reward, pool
 from megarl.rewards.math_boxed import last_boxed, score
 
 
@@ -111,6 +111,19 @@ def test_in_the_pool_what_never_ends_is_contained() -> None:
         assert pool.submit("gsm8k", ("s", "#### 8", "8", {})).result(timeout=0) == (1.0, None)
     finally:
         pool.close()
+
+
+def test_in_the_pool_many_that_never_end_cost_the_others_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a user's function the rest would not be tried."""
+    monkeypatch.setattr(pool, "GIVE_UP_AFTER", 2)
+    own = RewardPool(["math"], 2, 2.0, 1024)
+    try:
+        answers = ["9^{9^{9^9}}"] * 5 + ["0.5"] * 6
+        started = [own.submit("math", ("s", rf"\boxed{{{answer}}}", r"\frac{1}{2}", {})) for answer in answers]
+        found = [future.result(timeout=60) for future in started]
+    finally:
+        own.close()
+    assert found == [(0.0, "reward timed out after 2 s")] * 5 + [(1.0, None)] * 6
 
 
 def test_who_scores_nothing_by_it_does_not_import_it() -> None:

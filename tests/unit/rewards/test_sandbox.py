@@ -11,6 +11,7 @@ import ctypes
 import os
 import socket
 import sys
+import sysconfig
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -239,6 +240,40 @@ def test_what_it_made_unreadable_is_removed(isolated: bool) -> None:
     )
 
 
+def test_links_that_it_made_are_removed_and_what_they_lead_to_is_not(isolated: bool, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    (other / "inside").mkdir(parents=True)
+    for each in (other, other / "inside"):
+        each.chmod(0o755)
+    program = (
+        f"import os\nos.makedirs('a/b')\nos.symlink({str(other)!r}, 'a/link')\nos.symlink('/usr', 'link')\n"
+        f"os.symlink('/none', 'broken')\nos.chmod('a', 0)"
+    )
+    assert run(program, isolated=isolated).failure is None
+    assert [path.stat().st_mode & 0o777 for path in (other, other / "inside")] == [0o755, 0o755]
+
+
+def test_of_old_folders_links_and_those_of_others_are_left(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = tmp_path / "other"
+    (other / "inside").mkdir(parents=True)
+    (other / "inside").chmod(0o755)
+    link, own = folder / "megarl-sandbox-link", folder / "megarl-sandbox-own"
+    link.symlink_to(other)
+    own.mkdir()
+    for path in (link, own):
+        os.utime(path, (0, 0), follow_symlinks=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "geteuid", lambda: own.stat().st_uid + 1)
+        sandbox._remove_stale.__wrapped__()
+    assert own.is_dir()
+    sandbox._remove_stale.__wrapped__()
+    assert not own.exists()
+    assert (other / "inside").stat().st_mode & 0o777 == 0o755
+    link.unlink()
+
+
 def test_folders_of_killed_processes_are_removed_after_an_hour(folder: Path) -> None:
     for name, age in (("megarl-sandbox-old", 3700), ("megarl-sandbox-new", 3500), ("another", 3700)):
         (folder / name / "work").mkdir(parents=True)
@@ -274,6 +309,33 @@ def test_files_outside_can_be_neither_read_nor_seen(tmp_path: Path) -> None:
     prefix = Path(os.path.realpath(sys.base_prefix))
     own = [prefix.relative_to(home).parts[0]] if prefix.is_relative_to(home) else []  # the interpreter may be there
     assert found.stdout == f"{own} ['full', 'null', 'random', 'urandom', 'zero']\n"
+
+
+@with_isolation
+def test_what_is_installed_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the system's packages nor the interpreter's, also by their paths; what is beside them is."""
+    system = tmp_path / "system"
+    places = [system / "lib/python3/dist-packages", system / "lib64/python3.11/site-packages"]
+    for place in places:
+        place.mkdir(parents=True)
+        (place / "installed.py").write_text("")
+    (system / "lib/python3/beside.py").write_text("")
+    monkeypatch.setattr(sandbox, "SYSTEM_FOLDERS", (*sandbox.SYSTEM_FOLDERS, str(system)))
+    own = sysconfig.get_path("purelib", vars={"base": sys.base_prefix})
+    program = (
+        f"import os, sys\n"
+        f"for place in {[*map(str, places), own]!r}:\n"
+        f"    if os.path.isdir(place): assert os.listdir(place) == [], place\n"
+        f"    try: open(place + '/mark', 'w')\n    except OSError: pass\n    else: raise AssertionError(place)\n"
+        f"    sys.path.append(place)\n"
+        f"sys.path.append({str(system / 'lib/python3')!r})\n"
+        f"import beside\n"
+        f"for name in ('installed', 'pip'):\n"
+        f"    try: __import__(name)\n    except ModuleNotFoundError: print(name)\n"
+    )
+    found = run(program)
+    assert (found.failure, found.stdout) == (None, "installed\npip\n")
+    assert all((place / "installed.py").exists() for place in places)
 
 
 @with_isolation
