@@ -438,6 +438,15 @@ class SGLangConfig:
     expert: int = 1
     """Expert-parallel size: so many groups of a replica's tensor-parallel ranks share the experts out. It divides
     rollout.tensor. 1 splits each expert over all ranks; raise it when their slices get thin."""
+    data_parallel: int = 1
+    """Data-parallel attention: so many groups of a replica's tensor-parallel ranks each hold the attention, the
+    embedding and the KV cache of requests of their own, while experts and feed-forward layers stay split over all
+    ranks. It divides rollout.tensor. Raise it where rollout.tensor is above the model's key/value heads, so that the
+    KV cache would hold each several times. Qwen3 and Qwen3-MoE, on GPUs."""
+    data_parallel_head: bool = False
+    """With data_parallel above 1: each group holds the output layer too and computes the logits of its own requests
+    only. It takes more memory and saves the exchange of all requests' hidden states and logits. Groups of several
+    ranks need a vocabulary that is a multiple of 64."""
     log_stats: float = 0.0
     """Seconds between lines in the replica's log file that say what it does: requests that run and wait, KV cache in
     use, tokens a second, hits of the radix cache. 0: none."""
@@ -530,6 +539,30 @@ class RewardConfig:
 
 
 @dataclass(frozen=True)
+class RewardModelConfig:
+    """A model whose score of each training answer is added to the reward function's (docs/rewards.md). It is a role of
+    its own on the trainer ranks, and only runs forward."""
+
+    path: str | None = None
+    """A Hugging Face folder of a sequence-classification model with one label: its head is score.weight [1, hidden].
+    Empty: there is none."""
+    tokenizer_path: str | None = None
+    """Empty: that of `path`."""
+    weight: float = 1.0
+    """Of the model's score."""
+    rule_weight: float = 1.0
+    """Of what the reward function or the environment gave; 0: that is reported and nothing is learned from it."""
+    apply_chat_template: bool = True
+    """The model reads the prompt's messages, and the answer as one more, by its tokenizer's chat template; false: as
+    plain text, or, where it has the policy's tokenizer, the tokens of prompt and answer themselves."""
+    max_length: int = 8192
+    """Tokens that the model reads of prompt and answer; longer ones lose their beginning."""
+    forward_max_tokens_per_gpu: int = 32768
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
+
+
+@dataclass(frozen=True)
 class EnvironmentConfig:
     """What answers to the model between its turns, such as a tool (docs/environments.md)."""
 
@@ -537,7 +570,7 @@ class EnvironmentConfig:
     """calculator, or the user's own as package.module:name; empty: one turn."""
     max_turns: int = 8
     """Of the model in an answer; the last one ends it."""
-    max_observation_tokens: int = 256
+    max_observation_tokens: int = 128
     """Tokens of an observation and of what the chat template puts around it; a longer one loses its end."""
     num_workers: int = 4
     """Processes that run the environment, for each rollout process; none are started for the calculator."""
@@ -588,6 +621,7 @@ class Config:
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
+    reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     sync: SyncConfig = field(default_factory=SyncConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
@@ -599,6 +633,10 @@ class Config:
     @property
     def needs_reference(self) -> bool:
         return self.algorithm.kl_in_reward_coef > 0 or self.actor.kl_loss_coef > 0
+
+    @property
+    def needs_reward_model(self) -> bool:
+        return self.reward_model.path is not None
 
     @property
     def needs_greedy_baseline(self) -> bool:
@@ -648,6 +686,8 @@ class Config:
             roles["critic"] = self.critic.parallel
         if self.needs_reference:
             roles["reference"] = self.reference.parallel
+        if self.needs_reward_model:
+            roles["reward_model"] = self.reward_model.parallel
         return roles
 
 
@@ -677,6 +717,15 @@ VERL_KEYS = {
     "reward_model.reward_kwargs.overlong_buffer_cfg.enable": "reward.overlong_buffer (0 turns it off)",
     "reward_model.reward_kwargs.overlong_buffer_cfg.len": "reward.overlong_buffer",
     "reward_model.reward_kwargs.overlong_buffer_cfg.penalty_factor": "reward.overlong_factor",
+    "reward_model.enable": "reward_model.path (empty turns it off)",
+    "reward_model.model.path": "reward_model.path",
+    "reward_model.model.input_tokenizer": "reward_model.apply_chat_template (false is verl's null)",
+    "reward_model.model.trust_remote_code": "model.trust_remote_code",
+    "reward_model.forward_max_token_len_per_gpu": "reward_model.forward_max_tokens_per_gpu",
+    "reward_model.megatron.tensor_model_parallel_size": "reward_model.parallel.tensor",
+    "reward_model.megatron.pipeline_model_parallel_size": "reward_model.parallel.pipeline",
+    "reward_model.megatron.context_parallel_size": "reward_model.parallel.context",
+    "reward_model.megatron.param_offload": "reward_model.offload.parameters",
     "actor_rollout_ref.actor.use_kl_loss": "actor.kl_loss_coef (0 turns it off)",
     "actor_rollout_ref.actor.kl_loss_coef": "actor.kl_loss_coef",
     "actor_rollout_ref.actor.kl_loss_type": "actor.kl_loss_kind",
@@ -705,6 +754,7 @@ VERL_KEYS = {
     "actor_rollout_ref.rollout.temperature": "rollout.temperature",
     "actor_rollout_ref.rollout.top_p": "rollout.top_p",
     "actor_rollout_ref.rollout.tensor_model_parallel_size": "rollout.tensor",
+    "actor_rollout_ref.rollout.data_parallel_size": "rollout.sglang.data_parallel (groups within rollout.tensor)",
     "actor_rollout_ref.rollout.gpu_memory_utilization": "rollout.sglang.memory_fraction",
     "actor_rollout_ref.rollout.max_num_seqs": "rollout.sglang.max_running_requests",
     "actor_rollout_ref.rollout.multi_turn.enable": "environment.function (empty turns it off)",
@@ -968,13 +1018,16 @@ SGLANG_OPTIONS_OF_OURS = {
     "dtype": "model.precision",
     "tp_size": "rollout.tensor",
     "ep_size": "rollout.sglang.expert",
+    "dp_size": "rollout.sglang.data_parallel",
+    "enable_dp_attention": "rollout.sglang.data_parallel",
+    "enable_dp_lm_head": "rollout.sglang.data_parallel_head",
 }
 SGLANG_OPTIONS_WITHOUT_A_LAYOUT = (
-    *("dp_size", "enable_dp_attention", "enable_dp_lm_head", "pp_size", "nnodes", "attn_cp_size", "moe_dp_size"),
-    *("moe_dense_tp_size", "moe_a2a_backend", "ep_num_redundant_experts", "enable_eplb", "quantization"),
-    *("torchao_config", "cpu_offload_gb"),
+    *("pp_size", "nnodes", "attn_cp_size", "moe_dp_size", "moe_dense_tp_size", "moe_a2a_backend"),
+    *("ep_num_redundant_experts", "enable_eplb", "quantization", "torchao_config", "cpu_offload_gb"),
 )
-"""They move or change SGLang's parameters: reshard.layouts.sglang_layout knows tensor and expert parallel only."""
+"""They move or change SGLang's parameters: reshard.layouts.sglang_layout knows tensor and expert parallel and
+data-parallel attention only."""
 
 SGLANG_REPACKING_MOE = ("flashinfer_trtllm", "experimental_sgl_trtllm", "flashinfer_cutlass", "aiter")
 """MoE runners (of these and longer names) that reorder the experts' weights after loading: no plan describes that."""
@@ -989,25 +1042,40 @@ def _validate_sglang(config: Config) -> Iterator[str]:
         yield f"{key}.expert: is {own.expert}, but rollout.engine is {config.rollout.engine}; set it to 1"
     elif own.expert > 1 and config.rollout.tensor >= 1 and config.rollout.tensor % own.expert:
         yield f"{key}.expert: {own.expert} does not divide rollout.tensor = {config.rollout.tensor}; change one of them"
+    yield from _validate_data_parallel(config)
     for name, value in own.options.items():
         is_neutral = value in (None, 0, "none") or (value == 1 and value is not True)
         if name in SGLANG_OPTIONS_OF_OURS:
             yield f"{key}.options.{name}: here it is {SGLANG_OPTIONS_OF_OURS[name]}"
         elif name in SGLANG_OPTIONS_WITHOUT_A_LAYOUT and not is_neutral:
-            instead = (
-                "; give replicas of their own instead: a smaller rollout.tensor makes more"
-                if "dp_" in name
-                else "; leave it out"
-            )
             yield (
                 f"{key}.options.{name}: is {value!r}, but the layout that weights are synced by knows only tensor and "
-                f"expert parallel{instead}"
+                f"expert parallel and data-parallel attention; leave it out"
             )
         elif name == "moe_runner_backend" and str(value).startswith(SGLANG_REPACKING_MOE):
             yield (
                 f"{key}.options.{name}: {value} reorders the experts' weights after loading, so that no sync could "
                 f"write them; use triton"
             )
+
+
+def _validate_data_parallel(config: Config) -> Iterator[str]:
+    """Of SGLang's attention; whether the model's family has it is seen with the layout (driver.setup)."""
+    own, tensor, key = config.rollout.sglang, config.rollout.tensor, "rollout.sglang"
+    size = own.data_parallel
+    if own.data_parallel_head and size == 1:
+        yield f"{key}.data_parallel_head: is true, but {key}.data_parallel is 1; set it to false"
+    if size <= 1:
+        return
+    if config.rollout.engine != "sglang":
+        yield f"{key}.data_parallel: is {size}, but rollout.engine is {config.rollout.engine}; set it to 1"
+    elif tensor >= 1 and tensor % size:
+        yield f"{key}.data_parallel: {size} does not divide rollout.tensor = {tensor}; change one of them"
+    elif own.max_running_requests < size:
+        yield (
+            f"{key}.max_running_requests: {own.max_running_requests} is less than {key}.data_parallel = {size}, whose "
+            f"groups share them out; raise it to {size} or more"
+        )
 
 
 def _validate_batches(config: Config) -> Iterator[str]:
@@ -1079,6 +1147,14 @@ def _validate_paths(config: Config) -> Iterator[str]:
         and not os.path.isfile(os.path.join(config.critic.path, "config.json"))
     ):
         yield f"critic.path: no config.json in {config.critic.path}"
+    scoring = config.reward_model
+    if scoring.path is not None and not os.path.isfile(os.path.join(scoring.path, "config.json")):
+        yield f"reward_model.path: no config.json in {scoring.path}"
+    folder = scoring.tokenizer_path or scoring.path
+    if scoring.path is not None and folder and not os.path.isfile(os.path.join(folder, "tokenizer_config.json")):
+        key = "tokenizer_path" if scoring.tokenizer_path else "path"
+        hint = "" if scoring.tokenizer_path else "; set reward_model.tokenizer_path"
+        yield f"reward_model.{key}: no tokenizer_config.json in {folder}{hint}"
     if config.data.create is None:
         if not config.data.train:
             yield "data.train: is empty; give parquet, json or jsonl files, or data.create for a generated task"
@@ -1112,6 +1188,7 @@ AT_LEAST_1 = (
     "rollout.validation.n",
     "reward.num_workers",
     "reward.memory_mb",
+    "reward_model.max_length",
     "environment.max_turns",
     "environment.max_observation_tokens",
     "environment.num_workers",
@@ -1120,6 +1197,7 @@ AT_LEAST_1 = (
     "rollout.sglang.cuda_graph_max_batch",
     "rollout.sglang.max_prefill_tokens",
     "rollout.sglang.expert",
+    "rollout.sglang.data_parallel",
     "sync.bucket_mb",
 )
 AT_LEAST_0 = (
@@ -1142,6 +1220,7 @@ AT_LEAST_0 = (
     "actor.entropy_target",
     "reward.overlong_buffer",
     "reward.overlong_factor",
+    "reward_model.rule_weight",
     "algorithm.kl_in_reward_coef",
     "rollout.validation.temperature",
     "rollout.sglang.log_stats",
@@ -1150,6 +1229,7 @@ ABOVE_0 = (
     "run.deadline",
     "run.startup_deadline",
     "reward.time_limit",
+    "reward_model.weight",
     "environment.time_limit",
     "actor.aggregation_constant",
     "actor.entropy_coef_step",
@@ -1188,6 +1268,8 @@ def _validate_values(config: Config) -> Iterator[str]:
     yield from _validate_correction(config.algorithm.correction)
     yield from _validate_update(config)
     yield from _validate_overlong(config)
+    yield from _validate_environment(config)
+    yield from _validate_reward_model(config)
     for key, top_k in (
         ("rollout.top_k", config.rollout.top_k),
         ("rollout.validation.top_k", config.rollout.validation.top_k),
@@ -1253,6 +1335,16 @@ def _validate_values(config: Config) -> Iterator[str]:
         )
     if config.algorithm.kl_target is not None and config.algorithm.kl_in_reward_coef <= 0:
         yield "algorithm.kl_target: needs algorithm.kl_in_reward_coef above 0 to adapt"
+    if config.rollout.sglang.release_cuda_graphs and (config.rollout.sglang.eager or not config.rollout.sleeps):
+        why = (
+            "rollout.sglang.eager captures none"
+            if config.rollout.sglang.eager
+            else "rollout.sglang.sleep is false, so that nothing is released"
+            if not config.rollout.sglang.sleep
+            else f"with rollout.num_gpus = {config.rollout.num_gpus} the engine's GPUs are its own, so that nothing is "
+            f"released"
+        )
+        yield f"rollout.sglang.release_cuda_graphs: is true, but {why}; set it to false"
     if not 0 < config.rollout.sglang.memory_fraction < 1:
         yield f"rollout.sglang.memory_fraction: is {config.rollout.sglang.memory_fraction}, must be between 0 and 1"
 
@@ -1352,6 +1444,49 @@ def _validate_overlong(config: Config) -> Iterator[str]:
         yield (
             "reward.mask_truncated: is true, but with rollout.ignore_eos every answer is cut at the limit, so that "
             "nothing would be learned; turn one of them off"
+        )
+
+
+def _validate_environment(config: Config) -> Iterator[str]:
+    own, longest = config.environment, config.data.max_response_length
+    if own.function is None:
+        return
+    if config.rollout.ignore_eos:
+        yield (
+            f"rollout.ignore_eos: is true, but then no turn ends, so that environment.function {own.function} is never "
+            f"asked; turn one of them off"
+        )
+    if own.max_observation_tokens >= longest > 0:
+        yield (
+            f"environment.max_observation_tokens: is {own.max_observation_tokens}, must be below "
+            f"data.max_response_length {longest}, which holds the model's turns too; lower it, or raise that"
+        )
+
+
+def _validate_reward_model(config: Config) -> Iterator[str]:
+    own, key = config.reward_model, "reward_model"
+    if own.path is None:
+        return
+    multiple = own.parallel.sequence_multiple
+    if own.parallel.model_size >= 1 and multiple >= 1:
+        longest = -(-own.max_length // multiple) * multiple
+        if own.forward_max_tokens_per_gpu * own.parallel.context < longest:
+            yield (
+                f"{key}.forward_max_tokens_per_gpu: {own.forward_max_tokens_per_gpu} x context {own.parallel.context} "
+                f"is less than the longest text, {longest} tokens (reward_model.max_length {own.max_length}); raise it "
+                f"to {-(-longest // own.parallel.context)} or more, or lower reward_model.max_length"
+            )
+    if own.offload.activations:
+        yield f"{key}.offload.activations: the reward model has no backward; leave it out"
+    if own.rule_weight == 0 and config.rollout.keep_groups == "mixed":
+        yield (
+            f"{key}.rule_weight: is 0, but rollout.keep_groups mixed chooses prompts by the reward function's scores, "
+            f"before the reward model has seen the answers; set it above 0, or rollout.keep_groups to all"
+        )
+    if config.needs_greedy_baseline:
+        yield (
+            f"{key}.path: is set, but algorithm.advantage {config.algorithm.advantage} compares with a greedy answer, "
+            f"which the reward model does not score; use another advantage, or leave it out"
         )
 
 

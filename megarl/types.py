@@ -6,7 +6,7 @@ without a copy.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -18,6 +18,8 @@ FloatArray = npt.NDArray[np.float32]
 BoolArray = npt.NDArray[np.bool_]
 
 FinishReason = Literal["stop", "length", "abort"]
+PromptContent = str | Sequence[Mapping[str, str]]
+"""A plain string, or chat messages: [{"role": "user", "content": "3+5="}]."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,8 @@ class Prompt:
     data_source: str
     ground_truth: str
     extra_info: Mapping[str, Any] = field(default_factory=dict)
+    content: PromptContent = ""
+    """The row's prompt before it was tokenised; empty where nobody reads it."""
 
 
 @dataclass(frozen=True)
@@ -138,6 +142,8 @@ class Sample:
     """Why the reward function failed, if it did; the score is then 0."""
     penalty: float = 0.0
     """What is in the score beside the reward: 0, or less for an answer near the length limit."""
+    prompt_content: PromptContent = ""
+    """`Prompt.content`."""
 
     @property
     def length(self) -> int:

@@ -219,6 +219,7 @@ class PromptSet:
         overlong: Overlong = "drop",
         apply_chat_template: bool = True,
         uid_prefix: str = "",
+        keeps_content: bool = False,
     ) -> PromptSet:
         """Tokenise rows with a Hugging Face tokenizer, a batch at a time.
 
@@ -229,7 +230,8 @@ class PromptSet:
 
         Prompts of more than `max_prompt_length` tokens: "drop" leaves them out, "truncate_left" keeps the last tokens,
         "truncate_right" the first, "error" raises. The row in a uid is the index in `rows`, dropped ones counted;
-        uid_prefix is "v-" for validation.
+        uid_prefix is "v-" for validation. keeps_content: the prompts hold what was tokenised too, whole (for a reward
+        model, which has a tokenizer of its own).
 
         Raises ValueError when messages meet a tokenizer without chat template, a prompt has no tokens, a prompt is
         overlong under "error", `overlong` is none of these words, or no prompt is left."""
@@ -259,8 +261,9 @@ class PromptSet:
                 kept = token_ids[-max_prompt_length:] if overlong == "truncate_left" else token_ids[:max_prompt_length]
                 token_ids = kept.copy()
             row = rows[number]
+            content = row.prompt if keeps_content else ""
             prompts.append(
-                Prompt(f"{uid_prefix}{number}", token_ids, row.data_source, row.ground_truth, row.extra_info)
+                Prompt(f"{uid_prefix}{number}", token_ids, row.data_source, row.ground_truth, row.extra_info, content)
             )
         if not prompts:
             raise ValueError(

@@ -28,8 +28,9 @@ from megarl.driver.sync import WeightSync
 from megarl.engines.flops import peak_flops
 from megarl.environments import Environment, ObservationTokens, load_environment, prompt_messages
 from megarl.metrics import MetricsWriter
-from megarl.model.families import declare
+from megarl.model.families import VALUE_HEAD, declare, declare_role
 from megarl.model.role_layout import role_layout
+from megarl.reshard.hf_files import check_tensors
 from megarl.reshard.layouts import SGLANG_VOCAB_MULTIPLE, sglang_layout
 from megarl.rewards import load_reward
 from megarl.rewards.code import check_isolation
@@ -99,6 +100,7 @@ def load_prompts(
         data.max_prompt_length,
         data.overlong_prompts,
         data.apply_chat_template,
+        keeps_content=config.needs_reward_model,
     )
     validation = None
     if data.validation:
@@ -173,7 +175,8 @@ def prepare(config: Config) -> Inputs:
                 f"critic.path: its vocabulary of {critic_config.vocab_size} is smaller than the actor's "
                 f"{hf_config.vocab_size}; the critic reads the actor's tokens and needs the same tokenizer"
             )
-    check_layouts(config, hf_config, critic_config)
+    reward_config = check_reward_model(config) if config.needs_reward_model else None
+    check_layouts(config, hf_config, critic_config, reward_config)
     tokenizer = AutoTokenizer.from_pretrained(
         config.model.tokenizer_path or folder, trust_remote_code=config.model.trust_remote_code
     )
@@ -192,30 +195,72 @@ def prepare(config: Config) -> Inputs:
     return Inputs(folder, hf_config, critic_config, tokenizer, prompts, validation, checkpoints, checkpoint, state)
 
 
-def check_layouts(config: Config, hf_config: Any, critic_config: Any) -> None:
+def check_reward_model(config: Config) -> Any:
+    """The reward model's configuration, if its checkpoint and tokenizer are what the configuration takes them for.
+
+    Raises:
+        ValueError: a family that is not known, tensors other than those of a model with one score, texts longer than
+            the model reads, a tokenizer of another vocabulary or without the chat template that is to be applied.
+    """
+    own, trust = config.reward_model, config.model.trust_remote_code
+    folder = own.path
+    assert folder is not None, "there is a reward model"
+    hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=trust)
+    try:
+        check_tensors(folder, declare_role("reward_model", hf_config).tensors())
+    except (ValueError, FileNotFoundError) as error:
+        raise ValueError(
+            f"reward_model.path: {error}. It must be a sequence-classification model with one label, whose head is "
+            f"{VALUE_HEAD} [1, {hf_config.hidden_size}]"
+        ) from error
+    if own.max_length > hf_config.max_position_embeddings:
+        raise ValueError(
+            f"reward_model.max_length: is {own.max_length}, but the model reads {hf_config.max_position_embeddings} "
+            f"tokens (max_position_embeddings in {folder}); lower it"
+        )
+    tokenizer = AutoTokenizer.from_pretrained(own.tokenizer_path or folder, trust_remote_code=trust)
+    if len(tokenizer) > hf_config.vocab_size:
+        raise ValueError(
+            f"reward_model.tokenizer_path: the tokenizer has {len(tokenizer)} tokens, the model a vocabulary of "
+            f"{hf_config.vocab_size}; give the tokenizer that it was trained with"
+        )
+    if own.apply_chat_template and not tokenizer.chat_template:
+        raise ValueError(
+            f"reward_model.apply_chat_template: is true, but the tokenizer in {own.tokenizer_path or folder} has no "
+            f"chat template; set it to false, or reward_model.tokenizer_path to one that has"
+        )
+    return hf_config
+
+
+def check_layouts(config: Config, hf_config: Any, critic_config: Any, reward_config: Any = None) -> None:
     """Every role's layout, and the engine's, can be made of the model.
 
     Raises:
         ValueError: a family that is not known, or sizes that do not divide the model's, naming the role.
     """
     for role, parallel in config.roles().items():
-        own = critic_config if role == "critic" else hf_config
+        own = {"critic": critic_config, "reward_model": reward_config}.get(role, hf_config)
         try:
             role_layout(role, own, parallel, config.cluster.num_ranks, fused_norms=False)
         except ValueError as error:
             raise ValueError(f"{role}.parallel: {error}") from error
     if config.rollout.engine == "sglang":
+        sglang = config.rollout.sglang
         try:
-            declaration, expert = declare(hf_config), config.rollout.sglang.expert
+            expert, copies = sglang.expert, (sglang.data_parallel, sglang.data_parallel_head)
+            declaration = declare(hf_config)
             if expert > 1 and not declaration.num_experts:
                 raise ValueError(f"{expert} groups of ranks, but the model has no experts; set it to 1")
             if expert > 1 and not placement.uses_gpus(config.cluster):
                 raise ValueError(
                     "without a GPU SGLang (0.5.21) fails in answers of experts that are spread; set it to 1"
                 )
-            sglang_layout(declaration, config.rollout.tensor, 1, SGLANG_VOCAB_MULTIPLE, expert)
+            sglang_layout(declaration, config.rollout.tensor, 1, SGLANG_VOCAB_MULTIPLE, expert, *copies)
+            if sglang.data_parallel > 1 and not placement.uses_gpus(config.cluster):
+                raise ValueError("without a GPU SGLang (0.5.21) fails in data-parallel attention; set it to 1")
         except ValueError as error:
-            raise ValueError(f"rollout.tensor, rollout.sglang.expert: {error}") from error
+            keys = "rollout.sglang.data_parallel, " if sglang.data_parallel > 1 else ""
+            raise ValueError(f"{keys}rollout.tensor, rollout.sglang.expert: {error}") from error
 
 
 def build(config: Config, inputs: Inputs, stop: StopRequest) -> Session:
@@ -267,7 +312,7 @@ def _build_roles(config: Config, inputs: Inputs, group: TrainerGroup, say: Calla
     """Build the roles, load the checkpoint, and move off the GPU what the configuration offloads."""
     folder, checkpoint, state = inputs.folder, inputs.checkpoint, inputs.state
     for role in config.roles():
-        source = config.critic.path if role == "critic" and config.critic.path else folder
+        source = {"critic": config.critic.path, "reward_model": config.reward_model.path}.get(role) or folder
         facts = group.call(f"building the {role}", "build_role", role, source, deadline=config.run.startup_deadline)[0]
         say(f"{role}: {facts['parameters'] / 1e6:,.2f} M parameters, {facts['layout']}")
     for later in inputs.checkpoints.set_aside_after(state.step):

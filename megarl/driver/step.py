@@ -8,16 +8,26 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
+from itertools import chain
 from operator import add
 from typing import Any
 
 from megarl.algorithms.advantages import GROUP_ADVANTAGES, Moments, remax
 from megarl.algorithms.diagnostics import explained_variance
 from megarl.algorithms.entropy import EntropyController, FixedEntropyController
-from megarl.config import ActorConfig, AlgorithmConfig, Config, CriticConfig, OffloadConfig
+from megarl.config import (
+    ActorConfig,
+    AlgorithmConfig,
+    Config,
+    CriticConfig,
+    OffloadConfig,
+    ReferenceConfig,
+    RewardModelConfig,
+)
 from megarl.data.schedule import StepSchedule, schedule_forward, schedule_step
 from megarl.driver.rollout import RolloutBatch
 from megarl.metrics import Stats, balance_metrics
+from megarl.rewards.model import combined_scores, rule_score
 from megarl.workers.calls import WorkerError
 from megarl.workers.group import TrainerGroup
 from megarl.workers.messages import ForwardResult, UpdatePlan, limits
@@ -69,13 +79,19 @@ def learn(
     with timer("schedule"):
         schedules = {role: _schedule(learning, role, batch) for role in ("actor", "critic") if role in config.roles()}
         assignments: dict[str, Sequence[Sequence[int]]] = {role: s.assignment for role, s in schedules.items()}
-        if "reference" in config.roles():
-            assignments["reference"] = _reference_assignment(learning, batch)
+        for role in ("reference", "reward_model"):
+            if role in config.roles():
+                assignments[role] = _forward_only_assignment(learning, role, batch)
         metrics |= group.begin_step(batch.handles, assignments)
     metrics |= balance_metrics(
         batch.lengths, [sum(batch.lengths[i] for i in part) for part in assignments["actor"]], len(assignments["actor"])
     )
 
+    scores = batch.scores
+    if "reward_model" in assignments:
+        with timer("reward_model"):
+            scores, found = _add_model_scores(learning, batch, assignments)
+            metrics |= found
     outputs: dict[str, list[ForwardResult]] = {}
     for role, stage in (("actor", "old_log_prob"), ("reference", "ref"), ("critic", "values")):
         if role in assignments and not (role == "actor" and config.skips_old_logprobs):
@@ -84,7 +100,7 @@ def learn(
     metrics |= _forward_metrics(outputs)
 
     with timer("adv"):
-        kl, found = _advantages(learning, batch, assignments, outputs, kl_coef)
+        kl, found = _advantages(learning, batch, scores, assignments, outputs, kl_coef)
         metrics |= found
     if "critic" in schedules:
         with timer("update_critic"), resident(group, "critic", config, training=True):
@@ -128,8 +144,7 @@ def resident(
 
 
 def role_offload(config: Config, role: str) -> OffloadConfig:
-    sections: dict[str, Any] = {"actor": config.actor, "critic": config.critic, "reference": config.reference}
-    offload: OffloadConfig = sections[role].offload
+    offload: OffloadConfig = getattr(config, role).offload
     return offload
 
 
@@ -153,20 +168,51 @@ def _schedule(learning: Learning, role: str, batch: RolloutBatch) -> StepSchedul
     )
 
 
-def _reference_assignment(learning: Learning, batch: RolloutBatch) -> list[list[int]]:
-    """The reference's samples are spread like one mini-batch of all."""
-    parallel = learning.config.reference.parallel
+def _forward_only_assignment(learning: Learning, role: str, batch: RolloutBatch) -> list[list[int]]:
+    """The samples of the reference or the reward model are spread like one mini-batch of all, by the policy's
+    tokens."""
+    own: ReferenceConfig | RewardModelConfig = getattr(learning.config, role)
+    parallel, lengths = own.parallel, batch.lengths
+    if isinstance(own, RewardModelConfig):
+        lengths = [min(length, own.max_length) for length in lengths]
     schedule = schedule_step(
-        batch.lengths,
+        lengths,
         batch.groups,
         mini_batch_prompts=len(batch.groups),
-        num_data_parallel=learning.group.grids["reference"].data_parallel_size,
+        num_data_parallel=learning.group.grids[role].data_parallel_size,
         hidden_size=learning.hidden_size,
         multiple=parallel.sequence_multiple,
-        max_tokens=learning.config.reference.forward_max_tokens_per_gpu * parallel.context,
-        key="reference.forward_max_tokens_per_gpu",
+        max_tokens=own.forward_max_tokens_per_gpu * parallel.context,
+        key=f"{role}.forward_max_tokens_per_gpu",
     )
     return schedule.assignment
+
+
+def _add_model_scores(
+    learning: Learning, batch: RolloutBatch, assignments: dict[str, Sequence[Sequence[int]]]
+) -> tuple[list[float], dict[str, float]]:
+    """Each answer's score by rule and reward model together, which the actor's ranks get too, and metrics."""
+    group, own = learning.group, learning.config.reward_model
+    read = group.retokenise(assignments["reward_model"])
+    lengths = dict(zip(chain(*assignments["reward_model"]), chain(*(r.lengths for r in read)), strict=True))
+    micro_batches = schedule_forward(
+        assignments["reward_model"],
+        [lengths[i] for i in range(len(batch.infos))],
+        max_tokens=own.forward_max_tokens_per_gpu * own.parallel.context,
+        multiple=own.parallel.sequence_multiple,
+        count_multiple=own.parallel.pipeline if own.parallel.virtual_pipeline > 1 else 1,
+        key="reward_model.forward_max_tokens_per_gpu",
+    )
+    with resident(group, "reward_model", learning.config, training=False):
+        by_index = {i: score for found in group.score(micro_batches) for i, score in found.items()}
+    model_scores = [by_index[i] for i in range(len(batch.infos))]
+    scores = combined_scores(batch.infos, model_scores, own.weight, own.rule_weight)
+    group.rescore(assignments["actor"], [[scores[i] for i in part] for part in assignments["actor"]])
+    return scores, {
+        **Stats.of(model_scores).named("reward_model/score"),
+        "reward_model/truncated": float(sum(r.num_truncated for r in read)),
+        **Stats.of([rule_score(info) for info in batch.infos]).named("reward/rule"),
+    }
 
 
 def _forward_batches(
@@ -209,6 +255,7 @@ def _forward_metrics(outputs: dict[str, list[ForwardResult]]) -> dict[str, float
 def _advantages(
     learning: Learning,
     batch: RolloutBatch,
+    scores: Sequence[float],
     assignments: dict[str, Sequence[Sequence[int]]],
     outputs: dict[str, list[ForwardResult]],
     kl_coef: float,
@@ -220,14 +267,14 @@ def _advantages(
     for role, name in (("critic", "values"), ("reference", "reference_logprobs")):
         if role in outputs:
             group.receive("actor", name, indices, [r.values for r in outputs[role]])
-    per_sample = _sample_advantages(config.algorithm, batch)
+    per_sample = _sample_advantages(config.algorithm, batch, scores)
     given = [None if per_sample is None else [per_sample[i] for i in part] for part in indices]
     results = group.advantages(indices, kl_coef, given)
     moments, kl = reduce(add, [r.moments for r in results]), reduce(add, [r.kl for r in results])
     finished = group.whiten(indices, moments if config.algorithm.whitens else None)
     metrics = {
         **reduce(add, [r.rewards for r in results]).named("critic/rewards"),
-        **Stats.of(batch.scores).named("critic/score"),
+        **Stats.of(scores).named("critic/score"),
         **reduce(add, [r.advantages for r in finished]).named("critic/advantages"),
         **reduce(add, [r.returns for r in finished]).named("critic/returns"),
     }
@@ -246,7 +293,7 @@ def _advantages(
     return kl, metrics
 
 
-def _sample_advantages(config: AlgorithmConfig, batch: RolloutBatch) -> list[float] | None:
+def _sample_advantages(config: AlgorithmConfig, batch: RolloutBatch, scores: Sequence[float]) -> list[float] | None:
     """One advantage an answer, from the scores alone; None: each token has its own, which the ranks compute."""
     infos = batch.infos
     if config.advantage == "remax":
@@ -256,11 +303,11 @@ def _sample_advantages(config: AlgorithmConfig, batch: RolloutBatch) -> list[flo
                 f"remax needs the score of a greedy answer to each prompt, but {len(missing)} of {len(infos)} answers "
                 f"have none, the first is {missing[0]}"
             )
-        return remax(batch.scores, [info.baseline for info in infos if info.baseline is not None])
+        return remax(scores, [info.baseline for info in infos if info.baseline is not None])
     if config.advantage not in GROUP_ADVANTAGES:
         return None
     groups, lengths = [info.group for info in infos], [info.num_loss_tokens for info in infos]
-    return GROUP_ADVANTAGES[config.advantage](batch.scores, groups, lengths, config.normalise_by_std)
+    return GROUP_ADVANTAGES[config.advantage](scores, groups, lengths, config.normalise_by_std)
 
 
 def _update(

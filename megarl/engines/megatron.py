@@ -59,8 +59,9 @@ from megarl.engines.optimizer import (
     reload_main_parameters,
     wrap_for_gradients,
 )
+from megarl.model.families import VALUE_ROLES
 from megarl.model.gpt import build_model, local_parameters, unwrapped, uses_fused_norms
-from megarl.model.hf_config import VOCAB_MULTIPLE, Precision, Role, padded_vocab_size
+from megarl.model.hf_config import FORWARD_ONLY_ROLES, VOCAB_MULTIPLE, Precision, Role, padded_vocab_size
 
 SHARDING = {
     # Resharded freely between layouts; the cheaper one ("dp_reshardable") only between data-parallel sizes.
@@ -138,7 +139,8 @@ class MegatronEngine:
     Several roles with different sizes live in the same processes; each call runs with the role's own process groups.
 
     Args:
-        role: "actor" and "reference" give log-probs, "critic" gives values; the reference has no gradients.
+        role: "actor" and "reference" give log-probs, "critic" and "reward_model" give values; the reference and the
+            reward model have no gradients.
         hf_config: a transformers configuration (llama, qwen2, qwen3, qwen3_moe, mistral without sliding window).
         parallel: the role's sizes.
         precision: of parameters and activations; with bf16 the optimizer keeps float32 main parameters.
@@ -169,8 +171,8 @@ class MegatronEngine:
         fused_output: bool = True,
         compiles: bool = True,
     ) -> None:
-        if role == "reference" and optimizer is not None:
-            raise ValueError("the reference does not train; give it no optimizer")
+        if role in FORWARD_ONLY_ROLES and optimizer is not None:
+            raise ValueError(f"the {role} does not train; give it no optimizer")
         self.role = role
         self.hf_config = hf_config
         self.parallel = parallel
@@ -205,7 +207,7 @@ class MegatronEngine:
         self, micro_batches: Sequence[PackedBatch], temperature: float = 1.0, with_entropy: bool = False
     ) -> list[dict[str, FloatArray]]:
         """Per-token outputs without gradients: for each micro-batch, in order, {"logprobs": [T]} (and "entropy"), or
-        {"values": [T]} for the critic, in the batch's own token order; numbers at padding mean nothing.
+        {"values": [T]} with a value head, in the batch's own token order; numbers at padding mean nothing.
 
         All ranks of one copy of the model pass the same micro-batches and get the same result; ranks with other data
         pass others, and may pass another number of them."""
@@ -287,7 +289,7 @@ class MegatronEngine:
                 f"virtual_pipeline {self.parallel.virtual_pipeline} needs; add dummy ones"
             )
         for chunk in self.chunks:
-            unwrapped(chunk).stops_at_hidden = self.role != "critic" and (self.fused_output or forward_only)
+            unwrapped(chunk).stops_at_hidden = self.role not in VALUE_ROLES and (self.fused_output or forward_only)
         prepared = [self._prepare(number, batch) for number, batch in enumerate(micro_batches)]
         kept: dict[int, Mapping[str, torch.Tensor]] = {}
         forward_step = partial(
@@ -336,8 +338,8 @@ class MegatronEngine:
     def _token_outputs(
         self, chunk: Any, output: torch.Tensor, targets: torch.Tensor, temperature: float, with_entropy: bool
     ) -> TokenOutputs:
-        """output: the critic's values [1, T, 1]; else hidden states, or logits [1, T, V / tensor]."""
-        if self.role == "critic":
+        """output: a value head's values [1, T, 1]; else hidden states, or logits [1, T, V / tensor]."""
+        if self.role in VALUE_ROLES:
             return TokenOutputs(values=output[0, :, 0].float())
         model = unwrapped(chunk)
         rest = (
@@ -358,7 +360,7 @@ class MegatronEngine:
         return TokenOutputs(logprobs=found.logprobs, entropy=found.entropy)
 
     def _output_names(self, with_entropy: bool) -> list[str]:
-        if self.role == "critic":
+        if self.role in VALUE_ROLES:
             return ["values"]
         return ["logprobs", "entropy"] if with_entropy else ["logprobs"]
 

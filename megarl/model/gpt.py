@@ -26,7 +26,8 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from megarl.model.hf_config import Precision, Role, padded_vocab_size, transformer_config
+from megarl.model.families import VALUE_ROLES
+from megarl.model.hf_config import FORWARD_ONLY_ROLES, Precision, Role, padded_vocab_size, transformer_config
 from megarl.model.modules import PackedAttention, RMSNorm, ValueHead
 from megarl.model.rope import rotary
 from megarl.model.swiglu import use_gated_mlps
@@ -72,19 +73,20 @@ def build_model(
     """The chunks of the model that this rank holds, with random weights, on the device. Call it with the role's groups
     active.
 
-    The critic has a ValueHead in place of the output layer (and never tied embeddings); the reference has no gradients.
+    Critic and reward model have a ValueHead in place of the output layer (and never tied embeddings); reference and
+    reward model have no gradients.
 
     Raises ValueError when the model cannot be expressed, the sizes do not divide it, or selective recompute names what
     it has not."""
-    transformer_engine = use_transformer_engine(precision)
+    transformer_engine, trains = use_transformer_engine(precision), role not in FORWARD_ONLY_ROLES
     config = transformer_config(
-        hf_config, parallel, precision, recompute, role != "reference", transformer_engine, offload_activations
+        hf_config, parallel, precision, recompute, trains, transformer_engine, offload_activations
     )
     stages: Sequence[int | None] = range(parallel.virtual_pipeline) if parallel.virtual_pipeline > 1 else [None]
     chunks = [_build_chunk(hf_config, role, config, transformer_engine, stage) for stage in stages]
     for chunk in chunks:
         use_gated_mlps(chunk.decoder.layers, recomputes_swiglu(recompute))
-        if role != "reference":
+        if trains:
             _accumulate_in_products(chunk)
     if config.recompute_granularity == "selective":
         layers = [layer for chunk in chunks for layer in chunk.decoder.layers]
@@ -142,16 +144,16 @@ def _build_chunk(
         max_sequence_length=hf_config.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=virtual_stage),
         post_process=is_last,
-        share_embeddings_and_output_weights=bool(hf_config.tie_word_embeddings) and role != "critic",
+        share_embeddings_and_output_weights=bool(hf_config.tie_word_embeddings) and role not in VALUE_ROLES,
         position_embedding_type="rope",
         vp_stage=virtual_stage,
     )
     # Plain or scaled alike. It is no buffer, so it follows no `to`; the angles are made from it in the first forward.
     model.rotary_pos_emb.inv_freq = rotary(hf_config).inverse_frequencies.to(device())
     mark_expert_parameters(model)
-    if role == "critic" and is_last:
+    if role in VALUE_ROLES and is_last:
         model.output_layer = ValueHead(config, model.pg_collection.tp)
-    if role == "reference":
+    if role in FORWARD_ONLY_ROLES:
         model.requires_grad_(False)
     return model.to(device())
 
@@ -199,7 +201,7 @@ def local_parameters(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Pa
         decoder.layers.<n>.mlp.linear_fc1.weight                     [gate; up]
         decoder.layers.<n>.mlp.linear_fc2.weight
         decoder.final_layernorm.weight                               last stage
-        output_layer.weight                                          last stage; the critic's is [1, H]; tied: only
+        output_layer.weight                                          last stage; a value head's is [1, H]; tied: only
                                                                      where another stage has the embedding
 
     a layer with experts has, in place of the two mlp.linear_fc*.weight and with the experts' local numbers,

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DTYPES",
+    "FORWARD_ONLY_ROLES",
     "VOCAB_MULTIPLE",
     "Precision",
     "Role",
@@ -37,8 +38,11 @@ __all__ = [
     "transformer_config",
 ]
 
-Role = Literal["actor", "critic", "reference"]
+Role = Literal["actor", "critic", "reference", "reward_model"]
 Precision = Literal["bf16", "fp32"]
+
+FORWARD_ONLY_ROLES: tuple[Role, ...] = ("reference", "reward_model")
+"""They have no gradients."""
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 

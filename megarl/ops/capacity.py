@@ -16,7 +16,12 @@ GPU_SIZES = (80, 141)
 NUM_BUCKETS_HELD = 2
 """Of a weight sync, at a time (reshard/executor.py is double-buffered)."""
 
-TRAINING = {"actor": "the actor trains", "critic": "the critic trains", "reference": "the reference computes"}
+TRAINING = {
+    "actor": "the actor trains",
+    "critic": "the critic trains",
+    "reference": "the reference computes",
+    "reward_model": "the reward model scores",
+}
 SYNC = "weights are synced"
 GENERATION = "answers are generated"
 
@@ -50,7 +55,7 @@ def room(config: Config, engine: EngineMemory, roles: Usage | None, gpu: int) ->
 def answers_a_replica(config: Config) -> int:
     """Answers that a replica is asked for in a step, at once: also those of rollout.oversample, and the greedy ones
     that the others are compared with."""
-    prompts = math.ceil(config.data.prompts_per_step * config.rollout.oversample)
+    prompts = config.asked_prompts(config.data.prompts_per_step)
     return math.ceil(prompts * (config.rollout.n + config.needs_greedy_baseline) / config.num_replicas)
 
 

@@ -100,6 +100,9 @@ def role_layouts(config: Config, hf_config: Any, critic_config: Any) -> dict[str
     layouts = {}
     for role, parallel in config.roles().items():
         own = critic_config if role == "critic" else hf_config
+        if role == "reward_model":
+            assert config.reward_model.path is not None, "it is a role because it has a path"
+            own = _read_config(config.reward_model.path)
         try:
             layouts[role] = role_layout(role, own, parallel, config.cluster.num_ranks, fused_norms=False)
         except ValueError as error:
@@ -123,14 +126,14 @@ def _memory(config: Config, roles: Mapping[str, Sequence[RoleMemory]]) -> list[s
     unit = "process" if _is_cpu(config) else "GPU"
     lines = [
         f"memory of the roles, GB a {unit}, on the rank that holds most",
-        "  role       rank  parameters  gradients  optimizer    total  leaves while idle",
+        "  role         rank  parameters  gradients  optimizer    total  leaves while idle",
     ]
     offload = _offload(config)
     for role, ranks in roles.items():
         rank, most = max(enumerate(ranks), key=lambda found: found[1].total)
         kinds = [k for k in ("parameters", "gradients", "optimizer") if getattr(offload[role], k) and getattr(most, k)]
         lines.append(
-            f"  {role:<10} {rank:>4} {_gb(most.parameters):>11} {_gb(most.gradients):>10} {_gb(most.optimizer):>10} "
+            f"  {role:<12} {rank:>4} {_gb(most.parameters):>11} {_gb(most.gradients):>10} {_gb(most.optimizer):>10} "
             f"{_gb(most.total):>8}  {', '.join(kinds) or 'nothing'}"
         )
     return lines
@@ -138,8 +141,7 @@ def _memory(config: Config, roles: Mapping[str, Sequence[RoleMemory]]) -> list[s
 
 def _offload(config: Config) -> dict[str, OffloadConfig]:
     """By role; without GPUs nothing leaves."""
-    found = {"actor": config.actor.offload, "critic": config.critic.offload, "reference": config.reference.offload}
-    return {role: OffloadConfig() if _is_cpu(config) else offload for role, offload in found.items()}
+    return {role: OffloadConfig() if _is_cpu(config) else getattr(config, role).offload for role in config.roles()}
 
 
 def _gpus(
@@ -255,7 +257,7 @@ def _batches(config: Config) -> list[str]:
 def _updates(config: Config, role: str, batch: BatchConfig) -> list[str]:
     parallel = config.roles()[role]
     data_parallel = parallel.data_parallel(config.cluster.num_ranks)
-    mini_batches = config.data.prompts_per_step // batch.mini_batch_prompts
+    steps = config.optimizer_steps(batch)
     samples = batch.mini_batch_prompts * config.rollout.n
     if batch.dynamic:
         cut = f"packed into micro-batches of at most {batch.max_tokens_per_gpu * parallel.context} tokens"
@@ -266,8 +268,8 @@ def _updates(config: Config, role: str, batch: BatchConfig) -> list[str]:
             f"in micro-batches of {batch.micro_batch_size} ({-(-samples // (data_parallel * batch.micro_batch_size))})"
         )
     return [
-        f"  {role}: {mini_batches} mini-batches of {batch.mini_batch_prompts} prompts ({samples} samples) "
-        f"x {batch.epochs} epochs = {mini_batches * batch.epochs} optimizer steps a step",
+        f"  {role}: {steps // batch.epochs} mini-batches of {batch.mini_batch_prompts} prompts ({samples} samples) "
+        f"x {batch.epochs} epochs = {steps} optimizer steps a step",
         f"    per data-parallel rank ({data_parallel}): about {samples / data_parallel:g} samples, {cut}",
     ]
 
@@ -275,10 +277,10 @@ def _updates(config: Config, role: str, batch: BatchConfig) -> list[str]:
 def _rollout(config: Config) -> list[str]:
     own = config.rollout
     where = "in the trainer's processes" if own.engine == "hf" else f"tensor {own.tensor}"
-    replicas = config.cluster.num_ranks if own.engine == "hf" else config.num_replicas
+    each = capacity.answers_a_replica(config)
     return [
         "rollout",
-        f"  {own.engine}, {replicas} replicas, {where}; about {config.samples_per_step / replicas:g} answers each, "
+        f"  {own.engine}, {config.num_replicas} replicas, {where}; about {each:,} answers each, "
         f"temperature {own.temperature:g}, top_p {own.top_p:g}",
     ]
 

@@ -552,4 +552,5 @@ def _sample(job: Job, k: int, answer: _Answer) -> Sample:
         data_source=job.prompt.data_source,
         reward_error=answer.score[1],
         penalty=penalty,
+        prompt_content=job.prompt.content,
     )

@@ -13,7 +13,7 @@ from megarl.parallel.topology import RankGrid
 from megarl.reshard.plan import Place
 from megarl.workers import placement
 from megarl.workers.calls import Callee, gather
-from megarl.workers.messages import ForwardResult, UpdatePlan, WhitenedResult
+from megarl.workers.messages import ForwardResult, Retokenised, UpdatePlan, WhitenedResult
 from megarl.workers.placement import Seat
 from megarl.workers.trainer import TrainerWorker
 
@@ -118,6 +118,20 @@ class TrainerGroup:
         """Forward-only pass; one result a data-parallel rank."""
         results = self.call_by_data(f"{role} forward", role, "forward", micro_batches, before=(role,))
         return self.outputs(role, results)
+
+    def retokenise(self, indices: PerData) -> list[Retokenised]:
+        """Make the reward model's tokens of its samples, where they are; one result a data-parallel rank."""
+        role = "reward_model"
+        return self.outputs(role, self.call_by_data("tokenising for the reward model", role, "retokenise", indices))
+
+    def score(self, micro_batches: PerData) -> list[dict[int, float]]:
+        """The reward model's score of each sample, by its index; one result a data-parallel rank."""
+        role = "reward_model"
+        return self.outputs(role, self.call_by_data(f"{role} forward", role, "score", micro_batches))
+
+    def rescore(self, indices: PerData, scores: PerData) -> None:
+        """Give the actor's ranks the scores of their samples that advantages are computed from."""
+        self.call_by_data("moving scores", "actor", "rescore", indices, scores)
 
     def receive(self, role: str, name: str, indices: PerData, refs: Sequence[Any]) -> None:
         self.call_by_data(f"moving {name}", role, "receive", indices, [refs] * len(indices), before=(name,))

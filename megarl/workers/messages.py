@@ -30,6 +30,16 @@ class ForwardResult:
 
 
 @dataclass(frozen=True)
+class Retokenised:
+    """Of one data-parallel rank's samples, as the reward model reads them."""
+
+    lengths: Sequence[int]
+    """Tokens of each."""
+    num_truncated: int
+    """Samples that lost their beginning."""
+
+
+@dataclass(frozen=True)
 class AdvantageResult:
     """Sums over one data-parallel rank's samples."""
 

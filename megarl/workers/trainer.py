@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,7 @@ from megarl.algorithms.correction import step_correction
 from megarl.algorithms.schedule import learning_rate
 from megarl.algorithms.step_advantages import step_advantages, whitened
 from megarl.config import Config, OptimizerConfig
-from megarl.data.packing import unpack
+from megarl.data.packing import PackedBatch, TokenSequence, pack, unpack
 from megarl.engines.hf import HFEngine
 from megarl.engines.residency import Kind
 from megarl.engines.rollout_mismatch import rollout_mismatch
@@ -38,10 +39,18 @@ from megarl.reshard import hf_files
 from megarl.reshard.layout import Layout
 from megarl.reshard.layouts import hf_files_layout
 from megarl.reshard.plan import Place, ReshardPlan, plan
+from megarl.rewards.model import RewardTokens, passes_tokens
 from megarl.types import Sample
 from megarl.workers import placement, weights
 from megarl.workers.generation import Generation, Job, Scorer, Stopped, Surroundings, Taken
-from megarl.workers.messages import AdvantageResult, ForwardResult, MicroBatches, UpdatePlan, WhitenedResult
+from megarl.workers.messages import (
+    AdvantageResult,
+    ForwardResult,
+    MicroBatches,
+    Retokenised,
+    UpdatePlan,
+    WhitenedResult,
+)
 from megarl.workers.step_store import StepStore
 
 if TYPE_CHECKING:
@@ -50,6 +59,9 @@ if TYPE_CHECKING:
 
 FORWARD_NAMES = {"actor": "old_logprobs", "reference": "reference_logprobs", "critic": "values"}
 """Under which name each role's forward pass is kept."""
+
+REWARD_TOKENS = "reward_model_tokens"
+"""Under which name each sample's tokens are kept that the reward model reads."""
 
 STOP_FACTOR = 1.5
 """Times actor.target_kl: where an update ends, as in OpenAI Spinning Up's PPO."""
@@ -84,6 +96,7 @@ class TrainerWorker:
         self.layouts: dict[str, Layout] = {}
         self.skipped_in_a_row: dict[str, int] = {}
         self.store = StepStore()
+        self.reward_tokens: RewardTokens | None = None
         self.embedded: HFEngine | None = None
         self.generation: Generation | None = None
         self._saves: list[PendingSave] = []
@@ -117,7 +130,21 @@ class TrainerWorker:
         engine.mark_weights_loaded()
         self.engines[role], self.layouts[role] = engine, layout
         self.grids[role] = RankGrid(self.num_ranks, parallel)
+        if role == "reward_model":
+            self.reward_tokens = self._reward_tokens(folder, hf_config)
         return {"parameters": sum(int(np.prod(s)) for s in layout.tensors.values()), "layout": layout.name}
+
+    def _reward_tokens(self, folder: str, hf_config: Any) -> RewardTokens:
+        config, own = self.config, self.config.reward_model
+        trust = config.model.trust_remote_code
+        policy = None
+        if not passes_tokens(config):
+            policy = AutoTokenizer.from_pretrained(
+                config.model.tokenizer_path or config.model.path, trust_remote_code=trust
+            )
+        tokenizer = AutoTokenizer.from_pretrained(own.tokenizer_path or folder, trust_remote_code=trust)
+        pad = getattr(hf_config, "pad_token_id", None)
+        return RewardTokens(tokenizer, policy, own.apply_chat_template, own.max_length, pad)
 
     def _check_parameters(self, role: str, layout: Layout, engine: MegatronEngine) -> None:
         planned = {name: tuple(shape) for name, shape in layout.shard(self.rank).parameters.items()}
@@ -180,6 +207,29 @@ class TrainerWorker:
         mismatch, difference = rollout_mismatch(samples, list(found.values()))
         entropy = _moments(samples, [entropies[i] for i in found])
         return ForwardResult(ray.put(found), entropy, mismatch, difference)
+
+    def retokenise(self, indices: Sequence[int]) -> Retokenised:
+        """Make the reward model's tokens of these samples, for `score`."""
+        assert self.reward_tokens is not None, "the reward model was not built"
+        tokens, num_truncated = self.reward_tokens([self.store.samples[i] for i in indices])
+        self.store.put(REWARD_TOKENS, dict(zip(indices, tokens, strict=True)))
+        return Retokenised([len(own) for own in tokens], num_truncated)
+
+    def score(self, micro_batches: MicroBatches) -> dict[int, float]:
+        """The reward model's score of each of these samples: its value at the last token."""
+        read = [self.store.get(REWARD_TOKENS, indices) for indices in micro_batches]
+        multiple = self._multiple("reward_model")
+        batches = [pack([TokenSequence(own, len(own), []) for own in bins], multiple=multiple) for bins in read]
+        outputs = self.engines["reward_model"].forward(batches)
+        found: dict[int, float] = {}
+        for indices, batch, output in zip(micro_batches, batches, outputs, strict=True):
+            found.update(zip(indices, _last_values(output["values"], batch), strict=True))
+        return found
+
+    def rescore(self, indices: Sequence[int], scores: Sequence[float]) -> None:
+        """Put these in the place of the samples' scores."""
+        samples = self.store.samples
+        samples.update({i: replace(samples[i], score=score) for i, score in zip(indices, scores, strict=True)})
 
     def receive(self, name: str, indices: Sequence[int], refs: Sequence[Any]) -> None:
         """Take the per-token arrays of these samples that other ranks computed; nothing where all are here already."""
@@ -470,6 +520,12 @@ def learning_rate_of(config: OptimizerConfig, step: int, total_steps: int) -> fl
 def _sequence_numbers(micro_batches: MicroBatches) -> dict[str, dict[int, float]]:
     """Each sample's number in its micro-batch, from 0."""
     return {"sequence": {i: float(number) for batch in micro_batches for number, i in enumerate(batch)}}
+
+
+def _last_values(values: np.ndarray, batch: PackedBatch) -> list[float]:
+    """Of values [T] those at each sequence's last token, before its padding; none for a dummy batch."""
+    last = batch.cu_seqlens[:-1] + batch.lengths - 1
+    return [] if batch.is_dummy else [float(value) for value in values[last]]
 
 
 def _loss_token_stats(samples: Sequence[Sample], values: Sequence[np.ndarray]) -> Stats:

@@ -265,14 +265,42 @@ def test_yaml_and_back_is_the_identity(tmp_path: Path, name: str) -> None:
             "rollout.sglang.options.tp_size: here it is rollout.tensor",
         ),
         (
-            {"rollout": {"sglang": {"options": {"enable_dp_attention": True, "dp_size": 1}}}},
-            "rollout.sglang.options.enable_dp_attention: is True, but the layout that weights are synced by knows only "
-            "tensor and expert parallel; give replicas of their own instead: a smaller rollout.tensor makes more",
+            {"rollout": {"sglang": {"options": {"dp_size": 2}}}},
+            "rollout.sglang.options.dp_size: here it is rollout.sglang.data_parallel",
+        ),
+        (
+            {"rollout": {"sglang": {"options": {"enable_dp_attention": True}}}},
+            "rollout.sglang.options.enable_dp_attention: here it is rollout.sglang.data_parallel",
+        ),
+        (
+            {"rollout": {"sglang": {"options": {"enable_dp_lm_head": True}}}},
+            "rollout.sglang.options.enable_dp_lm_head: here it is rollout.sglang.data_parallel_head",
+        ),
+        (
+            {"cluster": {"gpus_per_node": 4}, "rollout": {"sglang": {"data_parallel": 3}, "tensor": 4}},
+            "rollout.sglang.data_parallel: 3 does not divide rollout.tensor = 4; change one of them",
+        ),
+        ({"rollout": {"sglang": {"data_parallel": 0}}}, "rollout.sglang.data_parallel: is 0, must be at least 1"),
+        (
+            {"rollout": {"sglang": {"data_parallel": 2}, "engine": "hf"}},
+            "rollout.sglang.data_parallel: is 2, but rollout.engine is hf; set it to 1",
+        ),
+        (
+            {"rollout": {"sglang": {"data_parallel_head": True}}},
+            "rollout.sglang.data_parallel_head: is true, but rollout.sglang.data_parallel is 1; set it to false",
+        ),
+        (
+            {
+                "cluster": {"gpus_per_node": 4},
+                "rollout": {"tensor": 4, "sglang": {"data_parallel": 4, "max_running_requests": 3}},
+            },
+            "rollout.sglang.max_running_requests: 3 is less than rollout.sglang.data_parallel = 4, whose groups share "
+            "them out; raise it to 4 or more",
         ),
         (
             {"rollout": {"sglang": {"options": {"pp_size": 2}}}},
             "rollout.sglang.options.pp_size: is 2, but the layout that weights are synced by knows only tensor and "
-            "expert parallel; leave it out",
+            "expert parallel and data-parallel attention; leave it out",
         ),
         (
             {"rollout": {"sglang": {"options": {"moe_runner_backend": "flashinfer_trtllm"}}}},
@@ -760,6 +788,46 @@ def test_keys_that_steer_an_update_must_have_something_to_steer(sections: dict[s
     assert violations(**sections) == [said]
 
 
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        (
+            {"environment": {"function": "calculator"}, "rollout": {"ignore_eos": True}},
+            "rollout.ignore_eos: is true, but then no turn ends, so that environment.function calculator is never "
+            "asked; turn one of them off",
+        ),
+        (
+            {"environment": {"function": "calculator", "max_observation_tokens": 256}},
+            "environment.max_observation_tokens: is 256, must be below data.max_response_length 256, which holds the "
+            "model's turns too; lower it, or raise that",
+        ),
+        (
+            {"rollout": {"sglang": {"release_cuda_graphs": True, "eager": True}}},
+            "rollout.sglang.release_cuda_graphs: is true, but rollout.sglang.eager captures none; set it to false",
+        ),
+        (
+            {"rollout": {"sglang": {"release_cuda_graphs": True, "sleep": False}}},
+            "rollout.sglang.release_cuda_graphs: is true, but rollout.sglang.sleep is false, so that nothing is "
+            "released; set it to false",
+        ),
+        (
+            {"rollout": {"num_gpus": 1, "sglang": {"release_cuda_graphs": True}}},
+            "rollout.sglang.release_cuda_graphs: is true, but with rollout.num_gpus = 1 the engine's GPUs are its own, "
+            "so that nothing is released; set it to false",
+        ),
+    ],
+)
+def test_what_could_do_nothing_is_refused(sections: dict[str, Any], said: str) -> None:
+    assert violations(**sections) == [said]
+
+
+def test_an_environment_with_the_defaults_and_limits_of_none_are_taken() -> None:
+    build(environment={"function": "calculator"})
+    build(environment={"function": "calculator", "max_observation_tokens": 255})
+    build(environment={"max_observation_tokens": 256}, rollout={"ignore_eos": True})
+    build(rollout={"sglang": {"release_cuda_graphs": True}})
+
+
 def test_what_steers_an_update_is_taken_where_it_can() -> None:
     found = build(
         actor={"target_kl": 0.01, "entropy_target": 0.2, "entropy_coef_step": 1e-4, "skip_old_logprobs": "auto"},
@@ -775,3 +843,97 @@ def test_remax_needs_a_greedy_answer_but_no_others_and_no_critic() -> None:
     found = build(algorithm={"advantage": "remax"})
     assert (found.needs_greedy_baseline, found.needs_critic, list(found.roles())) == (True, False, ["actor"])
     assert not build().needs_greedy_baseline
+
+
+# ------------------------------------------------------------------------------------------------ the reward model
+
+
+def scoring_folder(folder: Path) -> str:
+    for name in ("config.json", "tokenizer_config.json"):
+        (folder / name).write_text("{}")
+    return str(folder)
+
+
+def test_a_reward_model_is_a_role_of_its_own(tmp_path: Path) -> None:
+    found = build(reward_model={"path": scoring_folder(tmp_path)}, algorithm={"advantage": "grpo"}, rollout={"n": 2})
+    assert list(found.roles()) == ["actor", "reward_model"]
+    assert (found.needs_reward_model, build().needs_reward_model) == (True, False)
+    assert (found.reward_model.weight, found.reward_model.rule_weight) == (1.0, 1.0)
+    # Without a path nobody reads the rest: a preset may hold it.
+    assert list(build(reward_model={"max_length": 10**6}).roles()) == ["actor", "critic"]
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"reward_model": {"weight": 0}}, "reward_model.weight: is 0.0, must be above 0"),
+        ({"reward_model": {"rule_weight": -1}}, "reward_model.rule_weight: is -1.0, must be 0 or more"),
+        ({"reward_model": {"max_length": 0}}, "reward_model.max_length: is 0, must be at least 1"),
+        (
+            {"cluster": {"gpus_per_node": 4}, "reward_model": {"parallel": {"tensor": 3}}},
+            "reward_model.parallel: tensor 3 x pipeline 1 x context 1 = 3 does not divide the 4 ranks "
+            "(cluster.num_nodes x cluster.gpus_per_node); change one of them",
+        ),
+        (
+            {
+                "cluster": {"gpus_per_node": 2},
+                "reward_model": {
+                    "max_length": 1001,
+                    "forward_max_tokens_per_gpu": 501,
+                    "parallel": {"context": 2},
+                },
+            },
+            "reward_model.forward_max_tokens_per_gpu: 501 x context 2 is less than the longest text, 1004 tokens "
+            "(reward_model.max_length 1001); raise it to 502 or more, or lower reward_model.max_length",
+        ),
+        (
+            {"reward_model": {"offload": {"activations": ["core_attn"]}}},
+            "reward_model.offload.activations: the reward model has no backward; leave it out",
+        ),
+        (
+            {"reward_model": {"rule_weight": 0}, "rollout": {"keep_groups": "mixed", "n": 2}},
+            "reward_model.rule_weight: is 0, but rollout.keep_groups mixed chooses prompts by the reward function's "
+            "scores, before the reward model has seen the answers; set it above 0, or rollout.keep_groups to all",
+        ),
+        (
+            {"algorithm": {"advantage": "remax"}},
+            "reward_model.path: is set, but algorithm.advantage remax compares with a greedy answer, which the reward "
+            "model does not score; use another advantage, or leave it out",
+        ),
+        (
+            {"reward_model": {"tokenizer_path": "/nowhere"}},
+            "reward_model.tokenizer_path: no tokenizer_config.json in /nowhere",
+        ),
+    ],
+)
+def test_what_a_reward_model_cannot_do_is_refused(sections: dict[str, Any], said: str, tmp_path: Path) -> None:
+    own = {"path": scoring_folder(tmp_path), **sections.pop("reward_model", {})}
+    assert violations(reward_model=own, **sections) == [said]
+
+
+def test_a_reward_model_and_its_tokenizer_must_be_there(tmp_path: Path) -> None:
+    assert violations(reward_model={"path": "/nowhere", "tokenizer_path": scoring_folder(tmp_path)}) == [
+        "reward_model.path: no config.json in /nowhere"
+    ]
+    (tmp_path / "tokenizer_config.json").unlink()
+    assert violations(reward_model={"path": str(tmp_path)}) == [
+        f"reward_model.path: no tokenizer_config.json in {tmp_path}; set reward_model.tokenizer_path"
+    ]
+
+
+def test_verls_keys_of_a_reward_model_are_known() -> None:
+    found = violations(
+        reward_model={
+            "enable": True,
+            "model": {"path": "x"},
+            "megatron": {"tensor_model_parallel_size": 2},
+            "overlong_buffer": {"len": 4},
+        }
+    )
+    assert found == [
+        "reward_model.enable: this is verl's name; here it is reward_model.path (empty turns it off)",
+        "reward_model.model.path: this is verl's name; here it is reward_model.path",
+        "reward_model.megatron.tensor_model_parallel_size: this is verl's name; here it is "
+        "reward_model.parallel.tensor",
+        "reward_model.overlong_buffer.len: this is verl's name; here it is reward.overlong_buffer",
+    ]

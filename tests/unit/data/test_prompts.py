@@ -498,3 +498,11 @@ def test_a_curriculum_that_gives_nonsense_is_an_error_with_the_epoch(rows, words
     with pytest.raises(ValueError, match=words) as raised:
         curriculum_stream(curriculum=lambda epoch, prompts: rows)
     assert "data.curriculum: epoch 0" in str(raised.value)
+
+
+def test_a_prompt_keeps_what_was_tokenised_where_that_is_asked_for() -> None:
+    """Whole, also where its tokens are cut."""
+    rows = [chat("abc"), Row("s", "abcd", "x")]
+    cut = PromptSet.build(rows, LetterTokenizer(), 2, "truncate_left", keeps_content=True).prompts
+    assert [prompt.content for prompt in cut] == [rows[0].prompt, "abcd"]
+    assert {prompt.content for prompt in PromptSet.build(rows, LetterTokenizer(), 100).prompts} == {""}

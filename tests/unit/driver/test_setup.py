@@ -13,8 +13,10 @@ from transformers import Qwen3MoeConfig
 
 from megarl import config
 from megarl.config import SGLangConfig
+from megarl.data.tiny import write_tiny_tokenizer
 from megarl.driver.setup import check_layouts, create_inputs, prepare, stop_tokens, total_steps
 from megarl.rewards import sandbox
+from tests.reward_models import write_reward_model
 
 
 def build(**sections: Any) -> config.Config:
@@ -91,6 +93,10 @@ def test_all_that_needs_no_process_is_read_and_checked(tmp_path: Path) -> None:
         (
             {"rollout": {"tensor": 2, "sglang": {"expert": 2}}},
             "rollout.sglang.expert: 2 groups of ranks, but the model has no experts; set it to 1",
+        ),
+        (
+            {"rollout": {"tensor": 2, "sglang": {"data_parallel": 2}}},
+            "rollout.sglang.data_parallel, .* splits the attention of this model's family over all ranks; qwen3",
         ),
     ],
 )
@@ -189,3 +195,72 @@ def test_experts_that_are_spread_need_a_gpu_and_a_size_that_divides(device: str,
     shape = Qwen3MoeConfig(**sizes, vocab_size=64, num_experts=3, moe_intermediate_size=64, num_experts_per_tok=1)
     with pytest.raises(ValueError, match=f"rollout.sglang.expert: .*{message}"):
         check_layouts(made, shape, shape)
+
+
+def test_data_parallel_attention_needs_a_gpu(tmp_path: Path) -> None:
+    made = ready(tmp_path)
+    sizes = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    shape = Qwen3MoeConfig(**sizes, vocab_size=64, num_experts=2, moe_intermediate_size=64, num_experts_per_tok=1)
+    for device in ("cuda", "cpu"):
+        cluster = replace(made.cluster, device=device)
+        own = replace(made.rollout, tensor=2, sglang=SGLangConfig(data_parallel=2))
+        if device == "cuda":
+            check_layouts(replace(made, cluster=cluster, rollout=own), shape, shape)
+            continue
+        with pytest.raises(ValueError, match="rollout.sglang.data_parallel, .* without a GPU .* set it to 1"):
+            check_layouts(replace(made, cluster=cluster, rollout=own), shape, shape)
+
+
+# ------------------------------------------------------------------------------------------------ the reward model
+
+
+def test_a_reward_model_keeps_the_messages_of_its_prompts(tmp_path: Path) -> None:
+    path = write_reward_model(tmp_path / "scoring")
+    found = prepare(ready(tmp_path / "with", reward_model={"path": str(path), "max_length": 64}))
+    plain = prepare(ready(tmp_path / "without"))
+    for own, other in zip(found.prompts.next(), plain.prompts.next(), strict=True):
+        text = found.tokenizer.decode(own.token_ids)
+        assert own.content == [{"role": "user", "content": text}]
+        assert (own.token_ids.tolist(), other.content) == (other.token_ids.tolist(), "")
+
+
+@pytest.mark.parametrize(
+    ("options", "own", "message"),
+    [
+        ({"num_labels": 2}, {}, r"reward_model.path: .*score.weight is \[2, 32\], the model needs \[1, 32\]"),
+        ({}, {"max_length": 129}, "reward_model.max_length: is 129, but the model reads 128 tokens"),
+        ({}, {"parallel": {"pipeline": 4}}, "reward_model.parallel: 2 layers do not divide by pipeline 4"),
+        ({}, {"tokenizer_path": "large"}, "reward_model.tokenizer_path: the tokenizer has 30 tokens, .* of 20"),
+        ({}, {"tokenizer_path": "bare"}, "reward_model.apply_chat_template: is true, .* no chat template"),
+    ],
+)
+def test_a_reward_model_that_cannot_score_is_said_before_any_process(
+    tmp_path: Path, options: dict[str, Any], own: dict[str, Any], message: str
+) -> None:
+    path = write_reward_model(tmp_path / "scoring", **options)
+    write_tiny_tokenizer(tmp_path / "large", "abcdefghijklmnopqrstuvwxyz")
+    write_tiny_tokenizer(tmp_path / "bare", "0123456789+=")
+    bare = tmp_path / "bare" / "chat_template.jinja"
+    bare.unlink()
+    if "tokenizer_path" in own:
+        own = {**own, "tokenizer_path": str(tmp_path / own["tokenizer_path"])}
+    scoring = {"path": str(path), "max_length": 64, **own}
+    made = create_inputs(
+        build(
+            run={"dir": str(tmp_path)},
+            model={"create": TINY},
+            data={"create": {"num_train": 64, "num_validation": 3}, "prompts_per_step": 64},
+            cluster={"gpus_per_node": 4},
+            reward_model=scoring,
+        )
+    )
+    with pytest.raises(ValueError, match=message):
+        prepare(made)
+
+
+def test_a_language_model_is_no_reward_model(tmp_path: Path) -> None:
+    made = ready(tmp_path)
+    assert made.model.path is not None
+    scoring = replace(made.reward_model, path=made.model.path, max_length=64, apply_chat_template=False)
+    with pytest.raises(ValueError, match=r"score.weight \[1, 8\] is missing. It must be a sequence-classification"):
+        prepare(replace(made, reward_model=scoring))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +24,8 @@ from megarl.parallel.topology import RankGrid
 from megarl.types import SampleInfo
 from megarl.workers.calls import WorkerError
 from megarl.workers.generation import Group
-from megarl.workers.messages import AdvantageResult, ForwardResult, UpdatePlan, WhitenedResult
+from megarl.workers.messages import AdvantageResult, ForwardResult, Retokenised, UpdatePlan, WhitenedResult
+from tests.reward_models import write_reward_model
 
 ONE = Moments(1, 1.0, 1.0)
 
@@ -61,6 +63,19 @@ class FakeGroup:
             )
             results.append(ForwardResult(f"{role} {data}", *extra))
         return results
+
+    def retokenise(self, indices: Any) -> list[Retokenised]:
+        """The reward model reads 10 x (i + 1) tokens of sample i; each rank has cut one short."""
+        self.calls.append(("retokenise", indices))
+        return [Retokenised([10 * (i + 1) for i in part], 1) for part in indices]
+
+    def score(self, micro_batches: Any) -> list[dict[int, float]]:
+        """Sample i scores i / 8."""
+        self.calls.append(("score", micro_batches))
+        return [{i: i / 8 for bins in part for i in bins} for part in micro_batches]
+
+    def rescore(self, indices: Any, scores: Any) -> None:
+        self.calls.append(("rescore", indices, scores))
 
     def receive(self, role: str, name: str, indices: Any, refs: Any) -> None:
         self.calls.append(("receive", role, name, indices, refs))
@@ -240,6 +255,64 @@ def test_remax_compares_with_the_greedy_answer_to_the_same_prompt() -> None:
     groups[2] = made_groups()[2]
     with pytest.raises(ValueError, match="2 of 8 answers have none, the first is 0-2/0"):
         run(made, batch=RolloutBatch(groups))
+
+
+# ------------------------------------------------------------------------------------------------ the reward model
+
+
+def with_reward_model(folder: Path, **own: Any) -> Config:
+    scoring = {"path": str(write_reward_model(folder)), "max_length": 100, "weight": 2.0, "rule_weight": 0.5, **own}
+    return made_config(algorithm={"advantage": "rloo"}, reward_model=scoring)
+
+
+def test_advantages_are_of_the_rules_and_the_models_scores_together(tmp_path: Path) -> None:
+    """Sample i scores 0.5 x (i modulo 2) + 2 x i / 8: the second answer to a prompt 0.75 more than the first."""
+    made, timer = with_reward_model(tmp_path), Timer()
+    group, metrics, _, _ = run(made, timer=timer)
+    ((indices, _, given),) = group.of("advantages")
+    assert given == [[0.75 if i % 2 else -0.75 for i in part] for part in indices]
+    scores = [0.5 * (i % 2) + i / 4 for i in range(8)]
+    assert group.of("rescore") == [(indices, [[scores[i] for i in part] for part in indices])]
+    assert group.names().index("rescore") < group.names().index("advantages")
+    expected = {
+        "critic/score/mean": sum(scores) / 8,
+        "critic/score/max": 2.25,
+        "reward_model/score/mean": 28 / 64,
+        "reward_model/score/max": 0.875,
+        "reward_model/score/min": 0.0,
+        "reward_model/truncated": 4.0,
+        "reward/rule/mean": 0.5,
+    }
+    assert {name: metrics[name] for name in expected} == pytest.approx(expected)
+    assert "reward_model" in timer.seconds
+
+
+def test_micro_batches_of_the_reward_model_hold_its_own_tokens(tmp_path: Path) -> None:
+    """Samples of 10 to 80 tokens, 360 in all, make four balanced micro-batches of 90; the policy's would fit in one."""
+    whole = {"tensor": 2, "pipeline": 2}
+    group, _, _, _ = run(with_reward_model(tmp_path, forward_max_tokens_per_gpu=100, parallel=whole))
+    ((_, assignments),), ((read,),), (((batches,),),) = (group.of(n) for n in ("begin_step", "retokenise", "score"))
+    assert read == assignments["reward_model"] == [list(range(8))]
+    assert sorted(sorted(bins) for bins in batches) == [[0, 7], [1, 6], [2, 5], [3, 4]]
+
+
+def test_every_rank_scores_the_samples_that_it_read(tmp_path: Path) -> None:
+    group, _, _, _ = run(with_reward_model(tmp_path))
+    ((read,),), ((batches,),) = group.of("retokenise"), group.of("score")
+    assert (len(read), sorted(i for part in read for i in part)) == (4, list(range(8)))
+    assert [sorted(i for bins in part for i in bins) for part in batches] == read
+
+
+def test_the_reward_model_is_on_the_gpu_while_it_scores(tmp_path: Path) -> None:
+    group, _, _, _ = run(with_reward_model(tmp_path, offload={"parameters": True}))
+    own = [call[0] for call in group.calls if call[0] == "score" or call[1:2] == ("reward_model",)]
+    assert own == ["resume", "score", "release"]
+
+
+def test_without_a_reward_model_scores_are_the_rules(tmp_path: Path) -> None:
+    group, metrics, _, _ = run(made_config())
+    assert not {"retokenise", "score", "rescore"} & set(group.names())
+    assert not [name for name in metrics if name.startswith(("reward_model/", "reward/"))]
 
 
 # ------------------------------------------------------------------------------------------------ the actor's pass

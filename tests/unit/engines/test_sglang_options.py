@@ -34,7 +34,8 @@ KNOWN = [
     *("base_gpu_id", "mem_fraction_static", "max_running_requests", "enable_memory_saver", "attention_backend"),
     *("disable_prefill_cuda_graph", "cuda_graph_max_bs_decode", "sampling_backend", "grammar_backend"),
     *("disable_cuda_graph", "max_total_tokens", "enable_deterministic_inference", "ep_size", "disable_radix_cache"),
-    *("kv_cache_dtype", "chunked_prefill_size", "max_prefill_tokens"),
+    *("kv_cache_dtype", "chunked_prefill_size", "max_prefill_tokens", "dp_size", "enable_dp_attention"),
+    "enable_dp_lm_head",
 ]
 
 
@@ -82,6 +83,18 @@ def test_our_names_for_the_usual_options_reach_sglang_under_its_own():
     assert (chosen["chunked_prefill_size"], chosen["max_prefill_tokens"]) == (-1, 4096)
     assert (chosen["disable_cuda_graph"], chosen["disable_radix_cache"], chosen["ep_size"]) == (True, True, 2)
     assert chosen["kv_cache_dtype"] == "fp8_e4m3"
+
+
+def test_data_parallel_attention_has_three_options_of_sglangs():
+    """dp_size alone would start whole replicas."""
+    names = ("dp_size", "enable_dp_attention", "enable_dp_lm_head")
+    for sglang, expected in (
+        (SGLangConfig(), (1, False, False)),
+        (SGLangConfig(data_parallel=2), (2, True, False)),
+        (SGLangConfig(data_parallel=2, data_parallel_head=True), (2, True, True)),
+    ):
+        chosen = options(sglang=sglang)
+        assert tuple(chosen[name] for name in names) == expected
 
 
 def test_a_value_that_the_installed_sglang_does_not_know_is_refused_with_those_it_does():

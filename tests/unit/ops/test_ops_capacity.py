@@ -64,6 +64,9 @@ def test_answers_that_a_replica_is_asked_for() -> None:
     assert answers_a_replica(loaded(n=4, sections=grpo)) == 512
     assert answers_a_replica(loaded(n=4, oversample=1.5, sections=grpo)) == 768
     assert answers_a_replica(loaded(n=4, sections=remax)) == 640
+    # 1.1 is above 11 / 10 as a floating-point number: 100 x 1.1 would be 111 prompts.
+    hundred = {"data": {"create": {}, "prompts_per_step": 100}, "actor": {"batch": {"mini_batch_prompts": 100}}}
+    assert answers_a_replica(loaded(n=4, oversample=1.1, sections={**grpo, **hundred})) == 220
 
 
 def test_the_least_of_three_runs_together() -> None:

@@ -77,6 +77,14 @@ def test_a_dynamic_plan_by_hand() -> None:
     ]
 
 
+def test_a_replica_is_asked_for_spare_prompts_and_greedy_answers_too() -> None:
+    """256 x 1.25 = 320 prompts, each with 4 answers and a greedy one, over 4 replicas: 400."""
+    text = plan(cluster={"gpus_per_node": 4}, algorithm={"advantage": "remax"}, rollout={"n": 4, "oversample": 1.25})
+    assert sections(text)["rollout"] == [
+        "  sglang, 4 replicas, tensor 1; about 400 answers each, temperature 1, top_p 1"
+    ]
+
+
 def test_static_micro_batches_and_a_role_for_each_column() -> None:
     """64 samples over 2 data-parallel ranks in micro-batches of 5: 7 each. The critic has other sizes."""
     text = plan(
@@ -107,8 +115,8 @@ def test_qwen_05b_on_one_gpu_by_hand(qwen: str) -> None:
     that less 988,065,536 of weights is 27,059,668,736, over 2 x 24 x 2 x 64 x 2 = 12,288 bytes a token 2,202,121."""
     found = sections(plan(model={"path": qwen}, rollout={"sglang": {"memory_fraction": 0.4}}))
     assert found["memory"][1:] == [
-        "  actor         0        0.99       1.98       5.93     8.89  nothing",
-        "  critic        0        0.99       1.98       5.93     8.89  nothing",
+        "  actor           0        0.99       1.98       5.93     8.89  nothing",
+        "  critic          0        0.99       1.98       5.93     8.89  nothing",
     ]
     room = numbers(found["SGLang"])
     assert room == {
@@ -215,3 +223,27 @@ def test_sizes_that_do_not_divide_the_model_are_an_error(
     file.write_text(f"model: {{path: {qwen}}}\ndata: {{create: {{}}}}\ncluster: {{gpus_per_node: 4}}\n")
     assert cli.main(["plan", str(file), override]) == 2
     assert capsys.readouterr().err.startswith(said)
+
+
+def test_a_reward_model_has_its_own_size_and_no_gradients(qwen: str, tmp_path: Path) -> None:
+    """Its 64 x 32 of vocabulary are 128 rows with padding; a layer, a norm and a value head of 32: bf16, forward only,
+    and offloaded while idle."""
+    other = tmp_path / "other"
+    LlamaConfig(
+        vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64
+    ).save_pretrained(other)
+    (other / "tokenizer_config.json").write_text("{}")
+    found = sections(
+        plan(
+            model={"path": qwen},
+            reward_model={"path": str(other), "offload": {"parameters": True}},
+            algorithm={"advantage": "grpo"},
+            rollout={"n": 2},
+        )
+    )
+    elements = 128 * 32 + 2 * 32 + 4 * 32 * 32 + 3 * 64 * 32 + 2 * 32
+    role, _, parameters, gradients, optimizer, total, leaves = found["memory"][2].split()
+    assert (role, leaves) == ("reward_model", "parameters")
+    size = f"{2 * elements / 1e9:.4f}"
+    assert (parameters, float(gradients), float(optimizer), total) == (size, 0.0, 0.0, size)
+    assert any(line.strip().startswith("the reward model scores") for line in found["GB"])

@@ -271,6 +271,16 @@ def test_the_baseline_is_greedy_and_no_sample() -> None:
 # ------------------------------------------------------------------------------------------------ answers and scores
 
 
+def test_samples_carry_what_their_prompt_says() -> None:
+    content = [{"role": "user", "content": "12"}]
+    asked = replace(job("0-1", 2), prompt=replace(job("0-1", 2).prompt, content=content))
+    own = made(Numbered(), Scorer(Tokenizer(), RewardConfig("exact")))
+    own.submit({0: asked, 1: job("0-2", 1)})
+    groups = own.take(2, 0.0).groups
+    assert [sample.prompt_content for sample in samples(groups[0])] == [content, content]
+    assert [sample.prompt_content for sample in samples(groups[1])] == [""]
+
+
 def test_answers_go_to_their_prompts_and_are_scored() -> None:
     engine = Numbered()
     own = made(engine, Scorer(Tokenizer(), RewardConfig("exact")))

@@ -92,6 +92,17 @@ def test_advantages_whitening_and_received_values(group: TrainerGroup) -> None:
     ]
 
 
+def test_scores_of_the_reward_model_go_to_the_actors_ranks(group: TrainerGroup) -> None:
+    """The reward model has the layout of the critic here: every rank has samples of its own."""
+    group.grids["reward_model"] = group.grids["critic"]
+    assert group.retokenise([[7 - r] for r in range(8)]) == list(range(8))
+    assert group.score([[[7 - r]] for r in range(8)]) == list(range(8))
+    group.rescore([[0, 2], [1, 3]], [[0.5, 1.0], [1.5, 2.0]])
+    own = [0.5, 1.0] if ACTOR_DATA[5] == 0 else [1.5, 2.0]
+    indices = [0, 2] if ACTOR_DATA[5] == 0 else [1, 3]
+    assert group.actors[5].called == [("retokenise", [2]), ("score", [[2]]), ("rescore", indices, own)]
+
+
 def test_a_call_may_have_a_deadline_of_its_own(group: TrainerGroup) -> None:
     assert group.call("building", "build_role", "actor", deadline=3.0) == list(range(8))
     group.call("building", "build_role", "actor")

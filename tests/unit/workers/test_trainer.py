@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from megarl.workers import trainer
 from megarl.workers.messages import UpdatePlan
 from megarl.workers.step_store import StepStore
 from megarl.workers.trainer import TrainerWorker, learning_rate_of
+from tests.reward_models import write_reward_model
 
 
 class Engine:
@@ -114,6 +116,49 @@ def test_only_what_is_missing_is_received() -> None:
     made.receive("values", [0, 1], [{0: np.array([8.0]), 3: np.array([9.0])}, {1: np.array([5.0])}])
     assert {i: v.tolist() for i, v in made.store.all("values").items()} == {0: [7.0], 1: [5.0]}
     made.receive("values", [0, 1], [None])  # all are here: nothing is looked at
+
+
+class ValueEngine(Engine):
+    """A value is the token's number, a half more for each position."""
+
+    def forward(self, batches: list[PackedBatch], **options: Any) -> list[dict[str, np.ndarray]]:
+        self.batches = batches
+        return [{"values": (batch.tokens + batch.positions / 2).astype(np.float32)} for batch in batches]
+
+
+def scoring_worker(folder: Path, **own: Any) -> TrainerWorker:
+    """Its reward model reads each answer's first token, once more than the answer has tokens."""
+    scoring = {"path": str(write_reward_model(folder)), "max_length": 100, **own}
+    made = worker(reward_model=scoring)
+    made.engines["reward_model"] = ValueEngine([])  # type: ignore[assignment]
+
+    def read(samples: Any) -> tuple[list[np.ndarray], int]:
+        return [np.repeat(s.response_ids[:1], len(s.response_ids) + 1) for s in samples], len(samples)
+
+    made.reward_tokens = read  # type: ignore[assignment]
+    return made
+
+
+@pytest.mark.parametrize("parallel", [{}, {"context": 2}])
+def test_a_score_is_the_value_at_the_last_token(parallel: dict[str, int], tmp_path: Path) -> None:
+    """Samples 0, 1 and 2 have 3, 4 and 2 tokens: 10, 20 and 30, the last at positions 2, 3 and 1. Padding (to 4 with
+    context 2) does not count, and a micro-batch may be empty."""
+    made = scoring_worker(tmp_path, parallel=parallel)
+    read = made.retokenise([0, 2, 1])
+    assert (read.lengths, read.num_truncated) == ([3, 2, 4], 3)
+    assert made.score([[2, 1], [], [0]]) == {0: 11.0, 1: 21.5, 2: 30.5}
+    (batch, _, _) = made.engines["reward_model"].batches  # type: ignore[attr-defined]
+    assert batch.cu_seqlens.tolist() == ([0, 4, 8] if parallel else [0, 2, 6])
+
+
+def test_advantages_are_computed_from_the_new_scores(tmp_path: Path) -> None:
+    made = scoring_worker(tmp_path)
+    made.forward("actor", [[0, 1]])
+    made.store.put("values", {i: np.zeros(len(MASKS[i]), np.float32) for i in (0, 1)})
+    made.rescore([0, 1], [2.5, -3.0])
+    assert [made.store.samples[i].score for i in range(4)] == [2.5, -3.0, 2.0, 3.0]
+    result = made.advantages([0, 1], 0.0, None)
+    assert (result.rewards.total, result.rewards.max) == (-0.5, 2.5)
 
 
 def test_rewards_become_advantages_and_returns() -> None:
