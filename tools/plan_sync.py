@@ -20,7 +20,8 @@ from transformers import AutoConfig
 from megarl.config import ParallelConfig
 from megarl.model.families import declare
 from megarl.model.role_layout import role_layout
-from megarl.ops.weight_sync import engine_layout, plan_sync
+from megarl.ops.weight_sync import plan_sync
+from megarl.reshard.layouts import SGLANG_VOCAB_MULTIPLE, sglang_layout
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -57,7 +58,8 @@ def describe(args: argparse.Namespace) -> str:
         raise ValueError(f"--rollout-tensor {args.rollout_tensor} does not divide the {engine_ranks} engine ranks")
     if not args.split and engine_ranks > args.ranks:
         raise ValueError(f"{engine_ranks} engine ranks on {args.ranks} trainer GPUs; give --split or fewer of them")
-    target = engine_layout(hf_config, args.rollout_tensor, engine_ranks // args.rollout_tensor)
+    num_replicas = engine_ranks // args.rollout_tensor
+    target = sglang_layout(declaration, args.rollout_tensor, num_replicas, SGLANG_VOCAB_MULTIPLE)
     start = time.perf_counter()
     made = plan_sync(source, target, args.bytes, args.gpus_per_node, args.bucket_mb * 2**20, args.split)
     seconds = time.perf_counter() - start

@@ -29,9 +29,8 @@ from megarl.engines.flops import peak_flops
 from megarl.environments import Environment, ObservationTokens, load_environment, prompt_messages
 from megarl.metrics import MetricsWriter
 from megarl.model.families import VALUE_HEAD, declare, declare_role
-from megarl.model.role_layout import role_layout
+from megarl.model.role_layout import engine_keys, engine_layout, naming, role_layouts
 from megarl.reshard.hf_files import check_tensors
-from megarl.reshard.layouts import SGLANG_VOCAB_MULTIPLE, sglang_layout
 from megarl.rewards import load_reward
 from megarl.rewards.code import check_isolation
 from megarl.rewards.loading import import_named
@@ -238,29 +237,21 @@ def check_layouts(config: Config, hf_config: Any, critic_config: Any, reward_con
     Raises:
         ValueError: a family that is not known, or sizes that do not divide the model's, naming the role.
     """
-    for role, parallel in config.roles().items():
-        own = {"critic": critic_config, "reward_model": reward_config}.get(role, hf_config)
-        try:
-            role_layout(role, own, parallel, config.cluster.num_ranks, fused_norms=False)
-        except ValueError as error:
-            raise ValueError(f"{role}.parallel: {error}") from error
+    hf_configs = {"actor": hf_config, "reference": hf_config, "critic": critic_config, "reward_model": reward_config}
+    role_layouts(config, hf_configs)
     if config.rollout.engine == "sglang":
-        sglang = config.rollout.sglang
-        try:
-            expert, copies = sglang.expert, (sglang.data_parallel, sglang.data_parallel_head)
-            declaration = declare(hf_config)
-            if expert > 1 and not declaration.num_experts:
-                raise ValueError(f"{expert} groups of ranks, but the model has no experts; set it to 1")
-            if expert > 1 and not placement.uses_gpus(config.cluster):
+        sglang, on_gpus = config.rollout.sglang, placement.uses_gpus(config.cluster)
+        with naming(engine_keys(config)):
+            if sglang.expert > 1 and not declare(hf_config).num_experts:
+                raise ValueError(f"{sglang.expert} groups of ranks, but the model has no experts; set it to 1")
+            if sglang.expert > 1 and not on_gpus:
                 raise ValueError(
                     "without a GPU SGLang (0.5.21) fails in answers of experts that are spread; set it to 1"
                 )
-            sglang_layout(declaration, config.rollout.tensor, 1, SGLANG_VOCAB_MULTIPLE, expert, *copies)
-            if sglang.data_parallel > 1 and not placement.uses_gpus(config.cluster):
+        engine_layout(config, hf_config, num_replicas=1)
+        with naming(engine_keys(config)):
+            if sglang.data_parallel > 1 and not on_gpus:
                 raise ValueError("without a GPU SGLang (0.5.21) fails in data-parallel attention; set it to 1")
-        except ValueError as error:
-            keys = "rollout.sglang.data_parallel, " if sglang.data_parallel > 1 else ""
-            raise ValueError(f"{keys}rollout.tensor, rollout.sglang.expert: {error}") from error
 
 
 def build(config: Config, inputs: Inputs, stop: StopRequest) -> Session:

@@ -14,13 +14,11 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megarl.config import Config
 from megarl.driver.rollout import DEATH_PATIENCE, Rollout
-from megarl.model.families import declare
-from megarl.model.role_layout import role_layout
+from megarl.model.role_layout import engine_layout, role_layout
 from megarl.reshard import channel
 from megarl.reshard.channel import UNVERIFIED, WENT_AWAY, LoadReport
 from megarl.reshard.checksum import TensorChecksums, compare
 from megarl.reshard.layout import Layout
-from megarl.reshard.layouts import SGLANG_VOCAB_MULTIPLE, hf_layout, sglang_layout
 from megarl.reshard.plan import Summary
 from megarl.workers import placement
 from megarl.workers.calls import ECHOES, Callee, WorkerError, gather
@@ -47,19 +45,11 @@ class WeightSync:
             receivers: on the engine's own GPUs; None where it shares the trainers'.
         """
         self.config, self.group, self.rollout, self.receivers = config, group, rollout, receivers
-        declaration = declare(hf_config)
         # Here for its canonical tensors and rectangles only, which do not depend on how Megatron names its norms.
         self._source = role_layout(
             "actor", hf_config, config.actor.parallel, config.cluster.num_ranks, fused_norms=False
         )
-        if rollout.embedded:
-            self._target = hf_layout(declaration, config.cluster.num_ranks)
-        else:
-            own, vocab = config.rollout, SGLANG_VOCAB_MULTIPLE
-            copies = (own.sglang.data_parallel, own.sglang.data_parallel_head)
-            self._target = sglang_layout(
-                declaration, own.tensor, config.num_replicas, vocab, own.sglang.expert, *copies
-            )
+        self._target = engine_layout(config, hf_config)
         self.num_buckets = 0
         self.summary: Summary | None = None
         self._number = 0

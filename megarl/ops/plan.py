@@ -10,10 +10,10 @@ from typing import Any
 
 from megarl.config import BatchConfig, Config, CreateModelConfig, OffloadConfig
 from megarl.data.tiny import SPECIAL_TOKENS
-from megarl.model.role_layout import role_layout
+from megarl.model.role_layout import engine_layout, role_layouts
 from megarl.ops import capacity
 from megarl.ops.memory import PARAMETER_BYTES, EngineMemory, RoleMemory, engine_memory, role_memory, usage
-from megarl.ops.weight_sync import configured_engine, plan_sync
+from megarl.ops.weight_sync import plan_sync
 from megarl.parallel.topology import RankGrid
 from megarl.reshard.layout import Layout
 from megarl.reshard.plan import Summary
@@ -28,8 +28,11 @@ def describe(config: Config) -> str:
         ValueError: the model's config.json cannot be read, the model is not supported, or sizes do not divide it.
     """
     hf_config, critic_config = model_configs(config)
-    layouts = role_layouts(config, hf_config, critic_config)
-    target = configured_engine(config, hf_config)
+    hf_configs = dict.fromkeys(config.roles(), hf_config) | {"critic": critic_config}
+    if config.reward_model.path is not None:
+        hf_configs["reward_model"] = _read_config(config.reward_model.path)
+    layouts = role_layouts(config, hf_configs)
+    target = engine_layout(config, hf_config)
     roles = _role_memory(config, layouts)
     engine = engine_memory(config, hf_config, target)
     summary = plan_sync(
@@ -89,25 +92,6 @@ def _created_config(create: CreateModelConfig) -> Any:
         num_key_value_heads=create.num_kv_heads,
         tie_word_embeddings=create.tie_embeddings,
     )
-
-
-def role_layouts(config: Config, hf_config: Any, critic_config: Any) -> dict[str, Layout]:
-    """The layout of each role.
-
-    Raises:
-        ValueError: sizes that do not divide the model's, naming the role.
-    """
-    layouts = {}
-    for role, parallel in config.roles().items():
-        own = critic_config if role == "critic" else hf_config
-        if role == "reward_model":
-            assert config.reward_model.path is not None, "it is a role because it has a path"
-            own = _read_config(config.reward_model.path)
-        try:
-            layouts[role] = role_layout(role, own, parallel, config.cluster.num_ranks, fused_norms=False)
-        except ValueError as error:
-            raise ValueError(f"{role}.parallel: {error}") from error
-    return layouts
 
 
 def _role_memory(config: Config, layouts: Mapping[str, Layout]) -> dict[str, tuple[RoleMemory, ...]]:

@@ -308,7 +308,8 @@ def test_nothing_is_compared_when_verification_is_off(sync: WeightSync, events: 
 
 def test_embedded_engines_are_synced_by_the_trainers_alone(events: list[Any]) -> None:
     group = Group(events)
-    made = WeightSync(CONFIG, group, SimpleNamespace(embedded=True), SHAPE)  # type: ignore[arg-type]
+    own = replace(CONFIG, rollout=replace(CONFIG.rollout, engine="hf", tensor=1))
+    made = WeightSync(own, group, SimpleNamespace(embedded=True), SHAPE)  # type: ignore[arg-type]
     source, target = made._source, made._target
 
     def report(rank: int, wrong: float = 0.0) -> SyncReport:

@@ -12,9 +12,8 @@ from transformers import LlamaConfig, Qwen2Config, Qwen3MoeConfig
 
 from megarl import config
 from megarl.config import OffloadConfig, OptimizerConfig, ParallelConfig
-from megarl.model.role_layout import role_layout
+from megarl.model.role_layout import engine_layout, role_layout
 from megarl.ops.memory import EngineMemory, RoleMemory, engine_memory, optimizer_bytes, role_memory, usage
-from megarl.ops.weight_sync import engine_layout
 from tests.processes import Party, parties
 
 QWEN = Qwen2Config(
@@ -245,7 +244,7 @@ def engine(hf_config: Any, tensor: int, precision: str = "bf16", **sglang: Any) 
             "rollout": {"tensor": tensor, "sglang": sglang},
         }
     )
-    return engine_memory(loaded, hf_config, engine_layout(hf_config, tensor, 1))
+    return engine_memory(loaded, hf_config, engine_layout(loaded, hf_config))
 
 
 @pytest.mark.parametrize(
