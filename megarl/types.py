@@ -22,6 +22,11 @@ PromptContent = str | Sequence[Mapping[str, str]]
 """A plain string, or chat messages: [{"role": "user", "content": "3+5="}]."""
 
 
+def plain_text(content: PromptContent) -> str:
+    """What a model without chat template is given."""
+    return content if isinstance(content, str) else "\n".join(message["content"] for message in content)
+
+
 @dataclass(frozen=True)
 class Prompt:
     """One row of the data set, tokenised.
@@ -171,6 +176,11 @@ class SampleInfo:
     @property
     def length(self) -> int:
         return self.prompt_length + self.response_length
+
+    @property
+    def rule_score(self) -> float:
+        """What the reward function or the environment gave."""
+        return self.score - self.penalty
 
     @classmethod
     def of(cls, sample: Sample) -> SampleInfo:

@@ -22,7 +22,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from megarl.types import IntArray, Prompt
+from megarl.types import IntArray, Prompt, plain_text
 
 REQUIRED_COLUMNS = ("data_source", "prompt", "reward_model")
 COLUMNS = (*REQUIRED_COLUMNS, "ability", "extra_info")
@@ -288,7 +288,7 @@ def _tokenize(rows: Sequence[Row], tokenizer: Any, apply_chat_template: bool) ->
         result: list[IntArray] = [np.empty(0, np.int64)] * len(batch)
         chats = [i for i, row in enumerate(batch) if apply_chat_template and not isinstance(row.prompt, str)]
         plain = [i for i, row in enumerate(batch) if not apply_chat_template or isinstance(row.prompt, str)]
-        texts = {i: _plain_text(batch[i].prompt) for i in plain}
+        texts = {i: plain_text(batch[i].prompt) for i in plain}
         if chats:
             rendered = tokenizer.apply_chat_template(
                 [batch[i].prompt for i in chats], tokenize=False, add_generation_prompt=True
@@ -300,10 +300,6 @@ def _tokenize(rows: Sequence[Row], tokenizer: Any, apply_chat_template: bool) ->
                 for i, token_ids in zip(indices, ids, strict=True):
                     result[i] = np.asarray(token_ids, np.int64)
         yield from result
-
-
-def _plain_text(prompt: str | list[dict[str, str]]) -> str:
-    return prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)
 
 
 Curriculum = Callable[[int, Sequence[Prompt]], Sequence[int]]

@@ -50,9 +50,12 @@ class Collection:
                 self._ask(missing - self.rollout.num_open)
             if not self.rollout.num_open:
                 break
-            # One group that is left out is made up for while the others go on; the hf engine answers all at once.
-            is_eager = own.keep_groups == "mixed" and not self.rollout.embedded
-            self.rollout.wait(1 if is_eager else self.rollout.num_open if self.rollout.embedded else missing)
+            if self.rollout.embedded:  # it answers all at once
+                self.rollout.wait(self.rollout.num_open)
+            elif own.keep_groups == "mixed":  # a group that is left out is made up for while the others go on
+                self.rollout.wait(1)
+            else:
+                self.rollout.wait(missing)
         if not self.rollout.num_open:
             kept.sort()  # all came: which of them came first does not matter
         equal = [number for number in ended if not keeps(ended[number], own.keep_groups)]
@@ -75,7 +78,5 @@ class Collection:
 
 
 def keeps(group: Group, rule: str) -> bool:
-    """Whether a group is worth learning from: always, or ("mixed") where its answers' rewards differ, penalties for
-    their length not counted."""
-    # Rounded: a penalty that was added and taken away again leaves a trace.
-    return rule == "all" or len({round(info.score - info.penalty, 6) for info in group.infos}) > 1
+    """Whether a group is worth learning from: always, or ("mixed") where its answers' rewards differ."""
+    return rule == "all" or not group.has_equal_rewards

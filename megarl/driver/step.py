@@ -27,7 +27,7 @@ from megarl.config import (
 from megarl.data.schedule import StepSchedule, schedule_forward, schedule_step
 from megarl.driver.rollout import RolloutBatch
 from megarl.metrics import Stats, balance_metrics
-from megarl.rewards.model import combined_scores, rule_score
+from megarl.rewards.model import combined_scores
 from megarl.workers.calls import WorkerError
 from megarl.workers.group import TrainerGroup
 from megarl.workers.messages import ForwardResult, UpdatePlan, limits
@@ -96,7 +96,7 @@ def learn(
     for role, stage in (("actor", "old_log_prob"), ("reference", "ref"), ("critic", "values")):
         if role in assignments and not (role == "actor" and config.skips_old_logprobs):
             with timer(stage), resident(group, role, config, training=False):
-                outputs[role] = group.forward(role, _forward_batches(learning, role, assignments[role], batch))
+                outputs[role] = group.forward(role, _forward_batches(learning, role, assignments[role], batch.lengths))
     metrics |= _forward_metrics(outputs)
 
     with timer("adv"):
@@ -195,14 +195,8 @@ def _add_model_scores(
     group, own = learning.group, learning.config.reward_model
     read = group.retokenise(assignments["reward_model"])
     lengths = dict(zip(chain(*assignments["reward_model"]), chain(*(r.lengths for r in read)), strict=True))
-    micro_batches = schedule_forward(
-        assignments["reward_model"],
-        [lengths[i] for i in range(len(batch.infos))],
-        max_tokens=own.forward_max_tokens_per_gpu * own.parallel.context,
-        multiple=own.parallel.sequence_multiple,
-        count_multiple=own.parallel.pipeline if own.parallel.virtual_pipeline > 1 else 1,
-        key="reward_model.forward_max_tokens_per_gpu",
-    )
+    own_lengths = [lengths[i] for i in range(len(batch.infos))]
+    micro_batches = _forward_batches(learning, "reward_model", assignments["reward_model"], own_lengths)
     with resident(group, "reward_model", learning.config, training=False):
         by_index = {i: score for found in group.score(micro_batches) for i, score in found.items()}
     model_scores = [by_index[i] for i in range(len(batch.infos))]
@@ -211,23 +205,24 @@ def _add_model_scores(
     return scores, {
         **Stats.of(model_scores).named("reward_model/score"),
         "reward_model/truncated": float(sum(r.num_truncated for r in read)),
-        **Stats.of([rule_score(info) for info in batch.infos]).named("reward/rule"),
+        **Stats.of([info.rule_score for info in batch.infos]).named("reward/rule"),
     }
 
 
 def _forward_batches(
-    learning: Learning, role: str, assignment: Sequence[Sequence[int]], batch: RolloutBatch
+    learning: Learning, role: str, assignment: Sequence[Sequence[int]], lengths: Sequence[int]
 ) -> Sequence[Any]:
+    """lengths: tokens of every sample, as the role reads it."""
     config, parallel = learning.config, learning.config.roles()[role]
-    if role == "reference":
-        key = "reference.forward_max_tokens_per_gpu"
-        cut = {"max_tokens": config.reference.forward_max_tokens_per_gpu * parallel.context}
+    if role in ("reference", "reward_model"):
+        key = f"{role}.forward_max_tokens_per_gpu"
+        cut = {"max_tokens": getattr(config, role).forward_max_tokens_per_gpu * parallel.context}
     else:
         key = f"{role}.batch.forward_max_tokens_per_gpu"
         cut = limits(_trained(config, role).batch, parallel.context, forward=True)
     return schedule_forward(
         assignment,
-        batch.lengths,
+        lengths,
         multiple=parallel.sequence_multiple,
         count_multiple=parallel.pipeline if parallel.virtual_pipeline > 1 else 1,
         key=key,

@@ -4,14 +4,12 @@ owner's."""
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
-from numbers import Real
 from typing import Any
 
 from megarl.environments.loading import load_environment
 from megarl.environments.protocol import ROLES, Environment, Step
-from megarl.rewards.loading import awaited, describe
+from megarl.rewards.loading import NoNumber, awaited, describe, finite_number, short
 
 Call = tuple[str, tuple[Any, ...]]
 """("reset", (data_source, ground_truth, extra_info)) or ("step", (state, answer))."""
@@ -54,13 +52,13 @@ class _Wrong(Exception):
 
 def _step(found: Any) -> dict[str, Any]:
     if not isinstance(found, Step):
-        raise _Wrong(f"{_short(found)}, which is no Step")
+        raise _Wrong(f"{short(found)}, which is no Step")
     if not isinstance(found.observation, str):
-        raise _Wrong(f"the observation {_short(found.observation)}, which is no text")
+        raise _Wrong(f"the observation {short(found.observation)}, which is no text")
     if found.role not in ROLES:
-        raise _Wrong(f"the role {_short(found.role)}, which is none of {', '.join(ROLES)}")
+        raise _Wrong(f"the role {short(found.role)}, which is none of {', '.join(ROLES)}")
     if found.done not in (True, False):
-        raise _Wrong(f"done = {_short(found.done)}, which is neither True nor False")
+        raise _Wrong(f"done = {short(found.done)}, which is neither True nor False")
     return {
         "state": _state(found.state),
         "observation": found.observation.encode(errors="replace").decode(),  # half a character has no tokens
@@ -71,22 +69,19 @@ def _step(found: Any) -> dict[str, Any]:
 
 
 def _reward(reward: Any) -> float:
-    if not isinstance(reward, Real) and getattr(reward, "shape", None) == ():
-        reward = reward.item()  # a tensor or array of one number
-    if not isinstance(reward, Real):
-        raise _Wrong(f"the reward {_short(reward)}, which is no number")
-    if not math.isfinite(reward):
-        raise _Wrong(f"the reward {reward}, which is not finite")
-    return float(reward)
+    try:
+        return finite_number(reward)
+    except NoNumber as error:
+        raise _Wrong(f"the reward {error}") from None
 
 
 def _state(state: Any) -> dict[str, Any]:
     if not isinstance(state, Mapping):
-        raise _Wrong(f"the state {_short(state)}, which is no mapping")
+        raise _Wrong(f"the state {short(state)}, which is no mapping")
     try:
         json.dumps(dict(state), allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise _Wrong(f"the state {_short(state)}, which JSON cannot hold: {error}") from None
+        raise _Wrong(f"the state {short(state)}, which JSON cannot hold: {error}") from None
     _check_keys(state)
     return dict(state)
 
@@ -96,12 +91,7 @@ def _check_keys(value: Any) -> None:
     if isinstance(value, Mapping):
         wrong = next((key for key in value if not isinstance(key, str)), None)
         if wrong is not None:
-            raise _Wrong(f"a state with the key {_short(wrong)}, which is no text")
+            raise _Wrong(f"a state with the key {short(wrong)}, which is no text")
     if isinstance(value, (Mapping, list, tuple)):
         for item in value.values() if isinstance(value, Mapping) else value:
             _check_keys(item)
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."

@@ -182,14 +182,30 @@ def _to_score(result: Any) -> Score:
             keys = ", ".join(map(str, result)) or "nothing"
             return 0.0, f"the reward function gave a mapping without 'score': it has {keys[:300]}"
         result = result["score"]
-    if not isinstance(result, Real) and getattr(result, "shape", None) == ():
-        result = result.item()  # a tensor or array of one number
-    if not isinstance(result, Real):
-        return 0.0, f"the reward function gave {_short(result)}, which is no number"
-    score = float(result)
-    if not math.isfinite(score):
-        return 0.0, f"the reward function gave {score}, which is not finite"
-    return score, None
+    try:
+        return finite_number(result), None
+    except NoNumber as error:
+        return 0.0, f"the reward function gave {error}"
+
+
+class NoNumber(ValueError):
+    """str() is what was given, and what is wrong with it."""
+
+
+def finite_number(value: Any) -> float:
+    """The value of a number, or of a tensor or array of one.
+
+    Raises:
+        NoNumber: it is none, or not finite.
+    """
+    if not isinstance(value, Real) and getattr(value, "shape", None) == ():
+        value = value.item()
+    if not isinstance(value, Real):
+        raise NoNumber(f"{short(value)}, which is no number")
+    number = float(value)
+    if not math.isfinite(number):
+        raise NoNumber(f"{number}, which is not finite")
+    return number
 
 
 def describe(error: Exception) -> str:
@@ -200,6 +216,7 @@ def describe(error: Exception) -> str:
     return f"{text} ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else text
 
 
-def _short(value: Any) -> str:
+def short(value: Any) -> str:
+    """Its repr, for errors, cut where it is long."""
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."

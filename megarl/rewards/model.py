@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from megarl.config import Config
-from megarl.types import IntArray, PromptContent, Sample, SampleInfo
+from megarl.types import IntArray, PromptContent, Sample, SampleInfo, plain_text
 
 TOKENIZER_FILE = "tokenizer.json"
 
@@ -59,7 +59,7 @@ class RewardTokens:
             chats = [[*_messages(c), _message("assistant", a)] for c, a in zip(contents, answers, strict=True)]
             texts = self.tokenizer.apply_chat_template(chats, tokenize=False)
         else:
-            texts = [_plain_text(content) + answer for content, answer in zip(contents, answers, strict=True)]
+            texts = [plain_text(content) + answer for content, answer in zip(contents, answers, strict=True)]
         found = self.tokenizer(texts, add_special_tokens=not self.apply_chat_template)["input_ids"]
         return [np.asarray(token_ids, np.int64) for token_ids in found]
 
@@ -95,14 +95,9 @@ def combined_scores(
             f"{wrong[0]}; check the checkpoint in reward_model.path, or set model.precision to fp32"
         )
     return [
-        rule_weight * rule_score(info) + weight * score + info.penalty
+        rule_weight * info.rule_score + weight * score + info.penalty
         for info, score in zip(infos, model_scores, strict=True)
     ]
-
-
-def rule_score(info: SampleInfo) -> float:
-    """What the reward function or the environment gave."""
-    return info.score - info.penalty
 
 
 def _without_padding(tokens: IntArray, pad_token_id: int | None) -> IntArray:
@@ -119,8 +114,3 @@ def _message(role: str, content: str) -> dict[str, str]:
 
 def _messages(content: PromptContent) -> Sequence[Mapping[str, str]]:
     return [_message("user", content)] if isinstance(content, str) else content
-
-
-def _plain_text(content: PromptContent) -> str:
-    """As data/prompts.py gives it to a policy without chat template."""
-    return content if isinstance(content, str) else "\n".join(message["content"] for message in content)

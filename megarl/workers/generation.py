@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import ray
+from transformers import AutoTokenizer
 
 from megarl.algorithms.shaping import overlong_penalty, without_truncated
 from megarl.config import Config, RewardConfig
@@ -164,6 +165,12 @@ class Group:
     """Of all requests; of these the engine's cache held num_cached."""
     num_cached: int = 0
 
+    @functools.cached_property
+    def has_equal_rewards(self) -> bool:
+        """Whether all answers got the same, penalties for their length not counted. Rounded: one that was added and
+        taken away again leaves a trace."""
+        return len({round(info.rule_score, 6) for info in self.infos}) <= 1
+
 
 @dataclass(frozen=True)
 class Taken:
@@ -290,6 +297,14 @@ class Generation:
         self._num_called = 0
         """Calls of the environment that are under way."""
         self._is_stopping = False
+
+    @classmethod
+    def of(cls, engine: Engine, config: Config, folder: str, stop_token_ids: Sequence[int]) -> Generation:
+        """With the rewards and the environment of the run; folder: the model's."""
+        tokenizer = AutoTokenizer.from_pretrained(
+            config.model.tokenizer_path or folder, trust_remote_code=config.model.trust_remote_code
+        )
+        return cls(engine, Scorer(tokenizer, config.reward), Surroundings.of(config, tokenizer, stop_token_ids))
 
     def submit(self, jobs: Mapping[int, Job]) -> None:
         """Begin jobs, each under a number of the caller's; `take` gives their groups."""

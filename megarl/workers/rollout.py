@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from transformers import AutoTokenizer
-
 from megarl.config import Config
 from megarl.engines.sglang import SGLangEngine, import_sglang
 from megarl.reshard.channel import LoadReport
-from megarl.workers.generation import Generation, Job, Scorer, Stopped, Surroundings, Taken
+from megarl.workers.generation import Generation, Job, Stopped, Taken
 
 
 class RolloutWorker:
@@ -39,11 +37,7 @@ class RolloutWorker:
             deadline=config.run.deadline,
             trust_remote_code=config.model.trust_remote_code,
         )
-        tokenizer = AutoTokenizer.from_pretrained(
-            config.model.tokenizer_path or folder, trust_remote_code=config.model.trust_remote_code
-        )
-        surroundings = Surroundings.of(config, tokenizer, stop_token_ids)
-        self.generation = Generation(self.engine, Scorer(tokenizer, config.reward), surroundings)
+        self.generation = Generation.of(self.engine, config, folder, stop_token_ids)
 
     def import_engine(self) -> None:
         """Import SGLang, which takes seconds, before `setup` needs it."""

@@ -42,7 +42,7 @@ from megarl.reshard.plan import Place, ReshardPlan, plan
 from megarl.rewards.model import RewardTokens, passes_tokens
 from megarl.types import Sample
 from megarl.workers import placement, weights
-from megarl.workers.generation import Generation, Job, Scorer, Stopped, Surroundings, Taken
+from megarl.workers.generation import Generation, Job, Stopped, Taken
 from megarl.workers.messages import (
     AdvantageResult,
     ForwardResult,
@@ -168,11 +168,7 @@ class TrainerWorker:
             trust_remote_code=config.model.trust_remote_code,
             load_weights=False,
         )
-        tokenizer = AutoTokenizer.from_pretrained(
-            config.model.tokenizer_path or folder, trust_remote_code=config.model.trust_remote_code
-        )
-        surroundings = Surroundings.of(config, tokenizer, stop_token_ids)
-        self.generation = Generation(self.embedded, Scorer(tokenizer, config.reward), surroundings)
+        self.generation = Generation.of(self.embedded, config, folder, stop_token_ids)
 
     # -------------------------------------------------------------------------------------------- a step
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import threading
@@ -11,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 
 from megarl.environments import Environments, Step, calls
 from megarl.environments.calls import read
-from megarl.rewards import is_timeout, pool
+from megarl.rewards import is_timeout
 from megarl.types import Prompt
+from tests.pool_processes import processes
 
 MODULE = """
 import asyncio, math, os, sys, time
@@ -53,18 +52,6 @@ Make = Callable[..., Environments]
 
 def prompt(**extra_info: Any) -> Prompt:
     return Prompt("0-1", np.array([1]), "openai/gsm8k", "72", extra_info)
-
-
-def processes() -> list[psutil.Process]:
-    """Every process of this test's pools: found by what the pool puts into their environment."""
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            environment = process.environ()
-            is_ours = environment.get("MEGARL_TEST") == str(os.getpid()) and pool._MARK in environment
-            if is_ours and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-    return found
 
 
 @pytest.fixture

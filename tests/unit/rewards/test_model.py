@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from megarl import config
 from megarl.data.tiny import write_tiny_tokenizer
-from megarl.rewards.model import RewardTokens, combined_scores, passes_tokens, rule_score
+from megarl.rewards.model import RewardTokens, combined_scores, passes_tokens
 from megarl.types import Sample, SampleInfo
 from tests.reward_models import ALPHABET, TEMPLATE
 
@@ -146,7 +146,7 @@ def info(score: float, penalty: float = 0.0, name: str = "0-0/0") -> SampleInfo:
 def test_scores_add_up_by_their_weights_and_a_penalty_counts_whole() -> None:
     """The second's rule gave 0.5, less 0.25 for its length: 0.25 x 0.5 + 2 x -1 - 0.25."""
     infos = [info(1.0), info(0.25, -0.25)]
-    assert rule_score(infos[1]) == 0.5
+    assert infos[1].rule_score == 0.5
     assert combined_scores(infos, [3.0, -1.0], 2.0, 0.25) == [6.25, -2.125]
     assert combined_scores(infos, [3.0, -1.0], 1.0, 0.0) == [3.0, -1.25]
 

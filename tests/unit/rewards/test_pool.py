@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
 import re
@@ -14,11 +13,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from megarl.rewards import RewardPool, is_timeout, pool
 from megarl.rewards.keeper import MAX_PROCESSES
+from tests.pool_processes import processes
 
 MODULE = '''
 import asyncio, ctypes, os, signal, subprocess, sys, threading, time
@@ -97,18 +96,6 @@ class Scoring:
         assert self.score("good", "9") == (0.0, None)
         assert len(processes()) == 2  # a keeper and its worker
         return reason
-
-
-def processes() -> list[psutil.Process]:
-    """Every process of this test's pools: found by what the pool puts into their environment."""
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            environment = process.environ()
-            is_ours = environment.get("MEGARL_TEST") == str(os.getpid()) and pool._MARK in environment
-            if is_ours and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-    return found
 
 
 def wait_until(holds: Callable[[], bool], seconds: float = 10.0) -> None:
