@@ -18,7 +18,6 @@ import shutil
 import statistics
 import tempfile
 import time
-from datetime import timedelta
 from typing import Any
 
 import psutil
@@ -30,16 +29,14 @@ from train import make_batches
 from megarl.config import ActorConfig, OptimizerConfig, ParallelConfig
 from megarl.engines.megatron import MegatronEngine
 from megarl.engines.objectives import policy_objective
+from megarl.ops.commands import join
 from megarl.parallel import device
 
 
 def main() -> None:
     args = parse_arguments()
-    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    device.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    os.environ.setdefault("MASTER_PORT", "29534")
-    dist.init_process_group(device.backend(), rank=rank, world_size=world, timeout=timedelta(seconds=600))
+    join(600)
+    rank, world = dist.get_rank(), dist.get_world_size()
     parallel, hf_config = ParallelConfig(args.tensor, args.pipeline), make_config(args.shape)
     precision = "bf16" if device.is_cuda() else "fp32"
     engine = MegatronEngine("actor", hf_config, parallel, precision=precision, optimizer=OptimizerConfig(lr=1e-6))

@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import time
-from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -29,16 +27,14 @@ from megarl.data.packing import PackedBatch, TokenSequence, pack
 from megarl.engines.flops import peak_flops, train_flops
 from megarl.engines.megatron import MegatronEngine
 from megarl.engines.objectives import policy_objective, value_objective
+from megarl.ops.commands import join
 from megarl.parallel import device
 
 
 def main() -> None:
     args = parse_arguments()
-    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    device.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    os.environ.setdefault("MASTER_PORT", "29533")
-    dist.init_process_group(device.backend(), rank=rank, world_size=world, timeout=timedelta(seconds=300))
+    join(300)
+    rank, world = dist.get_rank(), dist.get_world_size()
     parallel = ParallelConfig(args.tensor, args.pipeline, args.virtual_pipeline, args.context, sequence=args.sequence)
     hf_config = make_config(args.shape)
     recompute = RecomputeConfig(args.recompute, args.modules, args.recompute_layers, not args.keep_swiglu)
