@@ -1,6 +1,5 @@
-"""Megatron-Core 0.16.1 writes checkpoints by processes: it spawns a manager a rank, which imports everything anew (15 s
-where imports are slow) and outlives a rank that is killed, and forks writers from a process that has threads and CUDA.
-Here threads write: files are written outside of Python's lock.
+"""Megatron-Core 0.16.1 forks the writers of a checkpoint from a process that has threads and CUDA. Here threads write:
+files are written outside of Python's lock. (What it spawns besides is replaced in megatron_cpu.py.)
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ def write_in_threads() -> None:
     """For every save from now on."""
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-    filesystem_async._get_write_results_queue = queue.SimpleQueue
     filesystem_async.FileSystemWriterAsync.write_preloaded_data_multiproc = staticmethod(_write)
 
 

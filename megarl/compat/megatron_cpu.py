@@ -193,7 +193,7 @@ def fix_missing_transformer_engine() -> None:
 def use_plain_checkpoint_queue() -> None:
     """dist_checkpointing (0.16.1) starts a multiprocessing manager by "spawn" in every rank for the results of a save.
     That imports __main__ again (4 to 13 s, for ever without a main guard) and its process outlives a killed rank. Our
-    saves are synchronous and read the results in the same process, for which a queue is enough."""
+    results are read in the same process, for which a queue is enough (engines/saving.py: of one save at a time)."""
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     def results_queue() -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import shutil
 import threading
 from typing import Any
@@ -22,7 +23,10 @@ class PendingSave:
         arguments = list(request.async_fn_args)
         self.num_bytes = 0
         """Of this rank's tensors, which are in host memory until they are written."""
-        if request.preload_fn is not None:
+        # Megatron has one queue for the results of all saves: they go there when this one is finished.
+        self._results, self._written = None, queue.SimpleQueue[Any]()
+        if request.async_fn is not None:  # else this rank has nothing to write
+            self._results, arguments[2] = arguments[2], self._written
             arguments[1] = list(map(_own, arguments[1], request.preload_fn()))
             self.num_bytes = sum(tensor.nbytes for _, _, (_, tensors) in arguments[1] for _, tensor in tensors)
         self._request, self._folder = request, folder
@@ -42,6 +46,8 @@ class PendingSave:
             RuntimeError: a rank could not write its files; on all ranks. There is no checkpoint then.
         """
         self._thread.join()
+        if self._results is not None and not self._written.empty():
+            self._results.put(self._written.get())
         dist.barrier()
         try:
             for finalize in self._request.finalize_fns:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -67,6 +68,20 @@ def test_what_came_from_a_gpu_is_not_copied_again(tmp_path: Path) -> None:
     assert seen[0] is on_host
 
 
+def test_a_rank_without_anything_to_write_takes_part(tmp_path: Path) -> None:
+    order: list[str] = []
+    nothing = SimpleNamespace(
+        async_fn=None,
+        async_fn_args=[],
+        async_fn_kwargs={},
+        preload_fn=None,
+        finalize_fns=[lambda: order.append("index")],
+    )
+    save = PendingSave(nothing, str(tmp_path))
+    save.finish()
+    assert (save.num_bytes, order) == (0, ["index"])
+
+
 def test_the_index_comes_after_the_files(tmp_path: Path) -> None:
     order: list[str] = []
     save = PendingSave(
@@ -94,3 +109,28 @@ def test_a_failure_names_the_rank_and_the_reason(
 ) -> None:
     with pytest.raises(RuntimeError, match=f"(?s){tmp_path}: {words}"):
         PendingSave(request(torch.ones(1), torch.ones(1), write, fail), str(tmp_path)).finish()
+
+
+def test_of_two_saves_at_once_each_finds_its_own_results(tmp_path: Path) -> None:
+    """Megatron's queue is one for both; the second save's files are written first."""
+    shared: queue.Queue[str] = queue.Queue()
+    is_second_written, found = threading.Event(), []
+
+    def save(name: str, write: Callable[..., None]) -> PendingSave:
+        asked = request(torch.ones(1), torch.ones(1), write, lambda: found.append((name, shared.get_nowait())))
+        asked.async_fn_args[2] = shared
+        return PendingSave(asked, str(tmp_path))
+
+    def late(rank: int, buckets: Any, results: Any) -> None:
+        assert is_second_written.wait(10)
+        results.put("of the actor")
+
+    def early(rank: int, buckets: Any, results: Any) -> None:
+        results.put("of the critic")
+        is_second_written.set()
+
+    first, second = save("actor", late), save("critic", early)
+    first.finish()
+    second.finish()
+    assert found == [("actor", "of the actor"), ("critic", "of the critic")]
+    assert shared.empty()
